@@ -1,0 +1,1 @@
+"""The appliance: a supervisor that launches, guards, proxies and measures one vLLM engine."""

@@ -1,0 +1,32 @@
+"""Errors of the appliance.
+
+ApplianceError
+├── SettingsError      a setting or flag that can't be used
+├── PatchError         a patch queue that does not fit the tree, or a tree of another version
+├── ModelError         a model folder that is missing, incomplete or corrupt
+└── EngineError        an engine that did not start or did not stay up
+"""
+
+
+class ApplianceError(Exception):
+    """Base of every error that this package raises on purpose; its message is one line for the user."""
+
+    exit_code = 1
+
+
+class SettingsError(ApplianceError):
+    """A setting or flag that can't be used: names it, its value and what is accepted."""
+
+    exit_code = 2
+
+
+class PatchError(ApplianceError):
+    """A patch queue that does not fit the tree, or a tree of another version."""
+
+
+class ModelError(ApplianceError):
+    """A model folder that is missing, incomplete or corrupt."""
+
+
+class EngineError(ApplianceError):
+    """An engine that did not start or did not stay up."""

@@ -1,0 +1,256 @@
+"""The metadata builder: once a step and attention group it decides who runs the step, and counts the decision."""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mjolnir import banner, telemetry
+from mjolnir.counters import GroupInfo
+from mjolnir.eligibility import ineligible_reason
+from mjolnir.env import BackendSettings
+from mjolnir.metadata import MjolnirMetadata
+from mjolnir.names import FallbackReason
+from mjolnir.runner import DecodeRunner, RunnerConfig, create_runner
+from mjolnir.steps import Batch, FallbackStep, StepLimits, T5Step, classify
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+else:
+    AttentionMetadataBuilder = object
+
+logger = logging.getLogger("vllm.mjolnir")
+
+
+class BuilderMixin(AttentionMetadataBuilder):
+    """What Mjolnir changes in its fallback's metadata builder.
+
+    vLLM makes every builder twice (once to measure CUDA graph memory) and more often under micro-batching, so
+    nothing here is kept outside of the object but the group's line in the counters file.
+    """
+
+    # Metadata shared between groups would bypass the plan.
+    supports_update_block_table = False
+    fallback_name: str
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)
+        self.settings = BackendSettings.from_env()
+        if self.settings.banner:
+            banner.show_once(self.settings.config_name)
+        if not self.settings.fused_draft:
+            self.supports_draft_decode_metadata_update = False
+        layers = attention_layers(vllm_config, layer_names)
+        self.is_draft = _is_draft(layers)
+        reason = ineligible_reason(kv_cache_spec, layers, vllm_config, device.type, self.settings)
+        self.fixed_reason = _fixed_reason(reason, self.settings, self.is_draft)
+        self.runner: DecodeRunner | None = None
+        if self.fixed_reason is None:
+            self.runner = create_runner(_runner_config(kv_cache_spec, layers or {}, vllm_config, device, self.settings))
+            config = self.runner.config
+            self.limits = StepLimits(config.max_q_len, config.max_num_seqs, self.settings.noncausal, self.is_draft)
+        elif reason is None:
+            reason = "MJOLNIR_ATTN_DRAFT_T5 is off"
+        self._announce(kv_cache_spec, reason or "")
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """What this group can be captured as; never more than is true for every step of it.
+
+        Where T5 runs: uniform batches, since the grid is fixed for a query length. Not ALWAYS, even over a
+        fallback that could: at replay a uniform step would be T5's, and the captured fallback kernels would find
+        their own persistent state stale. Where T5 does not run: the fallback's own answer.
+        """
+        base = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        settings = BackendSettings.from_env()
+        device_type = vllm_config.device_config.device_type
+        layers: Mapping[str, Any] = {}  # the layers' own rules are asked of the instance
+        wanted = _num_speculative_tokens(vllm_config) + 1
+        if ineligible_reason(kv_cache_spec, layers, vllm_config, device_type, settings) is not None:
+            return base
+        if 0 < settings.max_q_len < wanted or (not settings.noncausal and _parallel_drafting(vllm_config)):
+            return base
+        return type(base).UNIFORM_BATCH
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
+        """None: a captured T5 step has one query length."""
+        return None
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """Metadata of one step, for T5 or for the fallback; the decision is counted."""
+        step = self._classify(common_attn_metadata)
+        counters = telemetry.process_counters()
+        tokens = int(common_attn_metadata.query_start_loc_cpu[common_attn_metadata.num_reqs])
+        if isinstance(step, T5Step):
+            counters.t5_step(step.kind, tokens)
+            return self._t5_metadata(common_attn_metadata, step)
+        counters.fallback_step(step.reason, tokens)
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Metadata for a capture: classified as every replay of it will be, and not counted."""
+        step = self._classify(common_attn_metadata)
+        if isinstance(step, T5Step):
+            return self._t5_metadata(common_attn_metadata, step)
+        return super().build_for_cudagraph_capture(common_attn_metadata)
+
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
+        """Bring a draft step's metadata up to date on the device; recorded inside the draft graph."""
+        if isinstance(metadata, MjolnirMetadata):
+            metadata.runner.replan(metadata.plan)
+        else:
+            super().update_draft_decode_metadata(metadata)
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        """Never: T5 has no shared-prefix pass."""
+        return False
+
+    def _classify(self, cam: Any) -> T5Step | FallbackStep:
+        if self.fixed_reason is not None:
+            return FallbackStep(self.fixed_reason)
+        return classify(_batch(cam), self.limits)
+
+    def _t5_metadata(self, cam: Any, step: T5Step) -> MjolnirMetadata:
+        assert self.runner is not None  # noqa: S101  (T5 steps exist only where there is one)
+        causal = step.q_len == 1 or bool(cam.causal)
+        seq_lens, block_table = cam.seq_lens[: cam.num_reqs], cam.block_table_tensor[: cam.num_reqs]
+        return MjolnirMetadata(
+            plan=self.runner.plan(seq_lens, block_table, q_len=step.q_len, causal=causal),
+            runner=self.runner,
+            num_actual_tokens=cam.num_actual_tokens,
+            num_reqs=cam.num_reqs,
+            max_query_len=cam.max_query_len,
+            max_seq_len=cam.max_seq_len,
+            query_start_loc=cam.query_start_loc,
+            seq_lens=cam.seq_lens,
+            block_table=cam.block_table_tensor,
+            slot_mapping=cam.slot_mapping,
+            causal=bool(cam.causal),
+            num_decodes=cam.num_reqs,
+            num_decode_tokens=cam.num_actual_tokens,
+        )
+
+    def _announce(self, spec: Any, reason: str) -> None:
+        """Log who runs this group's decode steps, and show it in the counters file."""
+        group = group_label(self.layer_names)
+        kv_format = self.vllm_config.cache_config.cache_dtype
+        telemetry.publish_group(
+            GroupInfo(group, kv_format, spec.head_size, spec.block_size, self.fallback_name, reason)
+        )
+        if self.runner is None:
+            log = logger.info if self.fixed_reason is FallbackReason.DRAFT else logger.warning
+            log("Mjolnir decode disabled for %s: %s -> %s for all steps", group, reason, self.fallback_name)
+            return
+        config = self.runner.config
+        logger.info(
+            "Mjolnir decode enabled for %s: h_q=%d h_k=%d d=%d page=%d q_len<=%d Q=%s ctas/SM=%d max_splits=%d "
+            "kv=%s device=%s fallback=%s",
+            group,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_size,
+            config.page_size,
+            config.max_q_len,
+            config.q_dtype,
+            config.ctas_per_sm,
+            config.max_splits,
+            config.kv_format,
+            config.device.type,
+            self.fallback_name,
+        )
+
+
+def attention_layers(vllm_config: Any, layer_names: Sequence[str]) -> dict[str, Any] | None:
+    """The attention layers of a group by name; None where this vLLM has no way to look them up."""
+    try:
+        from vllm.config import get_layers_from_vllm_config  # noqa: PLC0415
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: PLC0415
+    except ImportError:
+        return None
+    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
+    return layers
+
+
+def group_label(layer_names: Sequence[str]) -> str:
+    """A short name for a group of layers: the first in natural order, and how many there are."""
+
+    def natural(name: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+    first = min(layer_names, key=natural)
+    return first if len(layer_names) == 1 else f"{first} ({len(layer_names)} layers)"
+
+
+def _is_draft(layers: Mapping[str, Any] | None) -> bool:
+    """Whether a group serves a drafter alone; the target's group may hold draft layers beside its own."""
+    return (
+        layers is not None
+        and bool(layers)
+        and all(getattr(layer, "is_draft_layer", False) for layer in layers.values())
+    )
+
+
+def _fixed_reason(reason: str | None, settings: BackendSettings, is_draft: bool) -> FallbackReason | None:
+    """Why every step of a builder runs on the fallback, or None where that is decided step by step."""
+    if settings.disabled:
+        return FallbackReason.DISABLED
+    if reason is not None:
+        return FallbackReason.INELIGIBLE
+    if is_draft and not settings.draft_t5:
+        return FallbackReason.DRAFT
+    return None
+
+
+def _batch(cam: Any) -> Batch:
+    """What the classifier needs of vLLM's common metadata."""
+    prefilling = cam.is_prefilling
+    # On the host in vLLM 0.32.0. A device tensor would cost a synchronisation for the sake of a label.
+    on_host = prefilling is not None and prefilling.device.type == "cpu"
+    return Batch(
+        query_start_loc=cam.query_start_loc_cpu[: cam.num_reqs + 1].numpy(),
+        max_query_len=cam.max_query_len,
+        causal=cam.causal if isinstance(cam.causal, bool) else None,
+        is_prefilling=prefilling.numpy() if on_host else None,
+        context_parallel=cam.dcp_local_seq_lens is not None,
+        bidirectional_ranges=bool(cam.mm_req_doc_ranges) or cam.rswa_prefix_lens is not None,
+    )
+
+
+def _runner_config(
+    spec: Any, layers: Mapping[str, Any], vllm_config: Any, device: torch.device, settings: BackendSettings
+) -> RunnerConfig:
+    max_q_len = _num_speculative_tokens(vllm_config) + 1
+    return RunnerConfig(
+        num_heads=next(iter(layers.values())).num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        page_size=spec.block_size,
+        out_dtype=vllm_config.model_config.dtype,
+        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        device=device,
+        max_q_len=min(max_q_len, settings.max_q_len) if settings.max_q_len else max_q_len,
+        q_dtype=settings.q_dtype,
+        ctas_per_sm=settings.ctas_per_sm,
+        max_splits=settings.max_splits,
+    )
+
+
+def _num_speculative_tokens(vllm_config: Any) -> int:
+    speculative = vllm_config.speculative_config
+    return (speculative.num_speculative_tokens or 0) if speculative is not None else 0
+
+
+def _parallel_drafting(vllm_config: Any) -> bool:
+    speculative = vllm_config.speculative_config
+    return speculative is not None and bool(getattr(speculative, "parallel_drafting", False))

@@ -1,0 +1,132 @@
+"""The backend's environment variables: one reader, one error for a bad value.
+
+The backend runs inside vLLM's worker processes, where its only configuration channel is the environment; the
+supervisor sets these variables from its own settings. A variable ``MJOLNIR_ATTN_<X>`` may also be given under
+its older name ``THOR_T5_<X>``; the new name wins. An empty or blank value counts as not set.
+"""
+
+import os
+from dataclasses import dataclass
+
+from mjolnir.errors import ConfigurationError
+
+PREFIX = "MJOLNIR_ATTN_"
+LEGACY_PREFIX = "THOR_T5_"
+
+TRUE_WORDS = ("1", "true", "yes", "on")
+FALSE_WORDS = ("0", "false", "no", "off")
+Q_DTYPES = {"fp8": "fp8", "e4m3": "fp8", "bf16": "bf16", "bfloat16": "bf16"}
+KV_LAYOUTS = ("BHN2D", "BNH2D", "B2NHD", "B2HND", "2BNHD", "2BHND")
+
+
+def read(name: str, default: str = "") -> str:
+    """Value of a variable, stripped; ``default`` where it is unset or blank under both of its names."""
+    value = os.environ.get(name, "").strip()
+    if not value and name.startswith(PREFIX):
+        value = os.environ.get(LEGACY_PREFIX + name.removeprefix(PREFIX), "").strip()
+    return value or default
+
+
+def read_bool(name: str, default: bool) -> bool:
+    """A switch; accepts ``1 true yes on`` and ``0 false no off`` in any case.
+
+    Raises:
+        ConfigurationError: any other word.
+    """
+    value = read(name).lower()
+    if not value:
+        return default
+    if value in TRUE_WORDS:
+        return True
+    if value in FALSE_WORDS:
+        return False
+    accepted = ", ".join(TRUE_WORDS + FALSE_WORDS)
+    raise ConfigurationError(f"{name}={value!r}: not a switch; accepted: {accepted}")
+
+
+def read_int(name: str, default: int, minimum: int) -> int:
+    """A whole number that is at least ``minimum``.
+
+    Raises:
+        ConfigurationError: not a number, or too small.
+    """
+    value = read(name)
+    if not value:
+        return default
+    try:
+        number = int(value)
+    except ValueError:
+        number = minimum - 1
+    if number < minimum:
+        raise ConfigurationError(f"{name}={value!r}: accepted: a whole number, {minimum} or more")
+    return number
+
+
+def read_choice(name: str, choices: dict[str, str], default: str) -> str:
+    """One of ``choices`` in any case; its canonical form is returned.
+
+    Raises:
+        ConfigurationError: not one of them.
+    """
+    value = read(name)
+    if not value:
+        return default
+    by_lower_case = {word.lower(): canonical for word, canonical in choices.items()}
+    if value.lower() not in by_lower_case:
+        raise ConfigurationError(f"{name}={value!r}: accepted: {', '.join(choices)}")
+    return by_lower_case[value.lower()]
+
+
+@dataclass(frozen=True)
+class BackendSettings:
+    """Every setting of the attention backend, read and checked at one place.
+
+    Attributes:
+        disabled: T5 is off; every step runs on the fallback.
+        fallback: name of the stock backend for everything T5 does not take; empty means automatic.
+        q_dtype: precision of Q on T5 steps, ``fp8`` or ``bf16``.
+        max_q_len: most query tokens a request may have in a T5 step; 0 means 1 + num_speculative_tokens.
+        ctas_per_sm: programs that the planner assumes to run side by side on one SM.
+        max_splits: most pieces that the KV range of one sequence is cut into.
+        draft_t5: whether a drafter's own layers may run on T5.
+        noncausal: whether a parallel drafter's non-causal blocks may run on T5.
+        fused_draft: whether the builder offers to refresh draft metadata inside a captured graph.
+        kv_layout: forced logical layout of the KV cache; empty means detected from its shape.
+        banner: whether to show the banner.
+        config_name: name of the model configuration, shown in the banner.
+    """
+
+    disabled: bool = False
+    fallback: str = ""
+    q_dtype: str = "fp8"
+    max_q_len: int = 0
+    ctas_per_sm: int = 2
+    max_splits: int = 16
+    draft_t5: bool = True
+    noncausal: bool = True
+    fused_draft: bool = True
+    kv_layout: str = ""
+    banner: bool = True
+    config_name: str = ""
+
+    @classmethod
+    def from_env(cls) -> "BackendSettings":
+        """Read all settings.
+
+        Raises:
+            ConfigurationError: a value that can't be used; names the variable, the value and what is accepted.
+        """
+        return cls(
+            disabled=read_bool("MJOLNIR_ATTN_DISABLE", False),
+            fallback=read("MJOLNIR_ATTN_FALLBACK").upper(),
+            q_dtype=read_choice("MJOLNIR_ATTN_Q_DTYPE", Q_DTYPES, "fp8"),
+            max_q_len=read_int("MJOLNIR_ATTN_MAX_QLEN", 0, minimum=0),
+            ctas_per_sm=read_int("MJOLNIR_ATTN_CTAS", 2, minimum=1),
+            max_splits=read_int("MJOLNIR_ATTN_MAX_SPLITS", 16, minimum=1),
+            draft_t5=read_bool("MJOLNIR_ATTN_DRAFT_T5", True),
+            noncausal=read_bool("MJOLNIR_ATTN_NONCAUSAL", True),
+            fused_draft=read_bool("MJOLNIR_ATTN_FUSED_DRAFT", True),
+            kv_layout=read_choice("MJOLNIR_ATTN_KV_LAYOUT", dict(zip(KV_LAYOUTS, KV_LAYOUTS, strict=True)), ""),
+            banner=read_bool("MJOLNIR_ATTN_BANNER", True),
+            config_name=read("MJOLNIR_CONFIG"),
+        )

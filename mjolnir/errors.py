@@ -1,0 +1,28 @@
+"""Errors of the attention backend.
+
+MjolnirError
+├── ConfigurationError   a setting that can't be used: names it, its value and what is accepted
+├── CounterFileError     a counters file that is truncated, foreign or of another version
+├── LayoutError          a KV cache whose shape or strides T5 can't read
+└── PlanError            a split-KV plan that does not fit its buffers
+"""
+
+
+class MjolnirError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigurationError(MjolnirError, ValueError):
+    """A setting that can't be used; the message names it, its value and what is accepted."""
+
+
+class CounterFileError(MjolnirError):
+    """A counters file that is truncated, foreign or of another version."""
+
+
+class LayoutError(MjolnirError, ValueError):
+    """A KV cache whose shape or strides T5 can't read."""
+
+
+class PlanError(MjolnirError, ValueError):
+    """A split-KV plan that does not fit its buffers."""

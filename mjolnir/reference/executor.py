@@ -1,0 +1,289 @@
+"""T5 on a CPU: the split-KV plan of the device kernels, executed with PyTorch operations.
+
+The engine of a machine without a GPU decodes with it, so it is vectorised over work items: the few operations a
+layer needs cost microseconds each, and everything that depends only on the step (indices, masks) is made once,
+in `TorchRunner.plan`. The arithmetic follows the kernels: Q in e4m3 with one descale per sequence and KV head,
+scores and P in float32, partial results of a split sequence merged by their log-sum-exp.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mjolnir.layouts import PagedKV
+from mjolnir.planner import TILE_TOKENS, SplitPlan, plan_splits
+from mjolnir.reference import e4m3
+from mjolnir.runner import RunnerConfig
+
+# A laptop runs the plan of the board: the 20 SMs of a Jetson AGX Thor decide how sequences are split.
+THOR_SMS = 20
+
+ROW_GROUP = 16  # tokens read at once: the smallest page, so that a read never crosses a page
+
+_Q_AMAX_FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class ItemGroup:
+    """Work items of similar length that are executed as one batch, padded to the longest of them.
+
+    Attributes:
+        seq: (items,) int64, sequence of each item.
+        pages: (items, 1, row_groups) int64, page of each group of `ROW_GROUP` tokens.
+        rows: (items, 1, row_groups) int64, which group of its page it is.
+        tokens: tokens of the longest item, the length of the padded batch.
+        live_bits: (items, 1, tokens, 1) int64, all bits set for a token of the item, none for one past its end;
+            None where all items are equally long.
+        hidden: (items, 1, query rows, tokens) bool, keys that a query row must not see; None where it sees all.
+    """
+
+    seq: torch.Tensor
+    pages: torch.Tensor
+    rows: torch.Tensor
+    tokens: int
+    live_bits: torch.Tensor | None
+    hidden: torch.Tensor | None
+    _chunk_indices: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+
+    def chunk_index(self, heads: int, page_stride: int, head_stride: int) -> torch.Tensor:
+        """(items * heads * row_groups,) int64: each group of tokens in a cache seen as rows of one group each.
+
+        The layers of an attention group have the same strides, so the step's first layer makes it for all.
+        """
+        key = heads, page_stride, head_stride
+        if key not in self._chunk_indices:
+            head = torch.arange(heads)[:, None] * head_stride
+            self._chunk_indices[key] = (self.pages * page_stride + head + self.rows).flatten()
+        return self._chunk_indices[key]
+
+
+@dataclass(frozen=True)
+class TorchPlan:
+    """A step's plan, with everything its layers share.
+
+    Attributes:
+        q_len: query tokens of each request.
+        num_seqs: requests of the step.
+        splits: the split-KV plan itself.
+        groups: its work items, longest first, in batches.
+        order: (num_seqs, max splits used) int64, position of each piece of each sequence among the items of
+            all groups; absent pieces point behind the last item.
+    """
+
+    q_len: int
+    num_seqs: int
+    splits: SplitPlan
+    groups: tuple[ItemGroup, ...]
+    order: torch.Tensor
+
+
+class TorchRunner:
+    """T5 for ``device="cpu"``; see `mjolnir.runner.DecodeRunner` for the interface."""
+
+    def __init__(self, config: RunnerConfig, num_sms: int = THOR_SMS) -> None:
+        self.config = config
+        self.num_sms = num_sms
+
+    def plan(self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, q_len: int, causal: bool) -> TorchPlan:
+        """Plan a step from the live sequence lengths."""
+        lengths = [int(length) for length in seq_lens.tolist()]
+        splits = plan_splits(lengths, slots=self.config.slots(q_len, self.num_sms), max_splits=self.config.max_splits)
+        groups = tuple(
+            self._item_group(splits, first, last, lengths, block_table, q_len if causal else 0)
+            for first, last in _similar_runs([item.tiles for item in splits.work])
+        )
+        order = torch.full((len(lengths), max(splits.n_splits)), len(splits.work), dtype=torch.int64)
+        for position, item in enumerate(splits.work):
+            order[item.seq, item.split] = position
+        return TorchPlan(q_len, len(lengths), splits, groups, order)
+
+    def replan(self, plan: TorchPlan) -> None:
+        """Nothing to do: nothing is captured on a CPU, vLLM builds new metadata for every draft step."""
+
+    def run(
+        self,
+        plan: TorchPlan,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        kv: PagedKV,
+        k_scale: torch.Tensor,
+        v_scale: torch.Tensor,
+        softmax_scale: float,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Attend, for one layer; see `mjolnir.runner.DecodeRunner.run`."""
+        packed, q_scale = self._pack_query(plan, query)
+        score_scale = q_scale * softmax_scale * _per_head(k_scale, plan.num_seqs)
+        parts = [_attend(group, packed, score_scale, kv, self.config) for group in plan.groups]
+        if plan.order.shape[1] == 1 and len(parts) == 1 and lse is None:
+            o, _, total = parts[0]
+            merged = torch.empty_like(o)
+            merged[plan.groups[0].seq] = o / total.clamp_min_(1e-30)
+        else:
+            merged = _merge(parts, plan.order, lse)
+        merged *= _per_head(v_scale, plan.num_seqs)
+        self._unpack(plan, merged, out)
+
+    def _pack_query(self, plan: TorchPlan, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query rows of each sequence and KV head, and their descale.
+
+        Returns:
+            (num_seqs, num_kv_heads, q_len * heads_per_kv_head, head_size) float32, row ``token * heads_per_kv_head
+            + head``; and (num_seqs, num_kv_heads, 1, 1) float32.
+        """
+        config = self.config
+        rows = query[: plan.num_seqs * plan.q_len].view(
+            plan.num_seqs, plan.q_len, config.num_kv_heads, config.heads_per_kv_head, config.head_size
+        )
+        packed = rows.transpose(1, 2).flatten(2, 3).float()
+        if config.q_dtype != "fp8":
+            return packed, torch.ones((plan.num_seqs, config.num_kv_heads, 1, 1))
+        scale = packed.abs().amax(dim=(2, 3), keepdim=True).clamp_min_(_Q_AMAX_FLOOR).div_(e4m3.MAX)
+        return e4m3.dequantise(e4m3.quantise(packed / scale)), scale
+
+    def _unpack(self, plan: TorchPlan, merged: torch.Tensor, out: torch.Tensor) -> None:
+        """Write packed rows to their final place, in the output's dtype."""
+        config = self.config
+        shape = (plan.num_seqs, config.num_kv_heads, plan.q_len, config.heads_per_kv_head, config.head_size)
+        tokens = merged.view(shape).transpose(1, 2)
+        target = out[: plan.num_seqs * plan.q_len]
+        target.copy_(tokens.reshape(target.shape))
+
+    def _item_group(
+        self,
+        splits: SplitPlan,
+        first: int,
+        last: int,
+        lengths: list[int],
+        block_table: torch.Tensor,
+        causal_q_len: int,
+    ) -> ItemGroup:
+        """Indices and masks of the work items ``[first, last)``; ``causal_q_len`` is 0 for a non-causal step."""
+        items = splits.work[first:last]
+        seq = torch.tensor([item.seq for item in items])
+        begin = torch.tensor([item.tile_begin * TILE_TOKENS for item in items])
+        end = torch.tensor([min(item.tile_end * TILE_TOKENS, lengths[item.seq]) for item in items])
+        live = (end - begin).clamp_min_(0)
+        tokens = max(1, int(live.max()))
+        starts = torch.arange(0, tokens, ROW_GROUP) + begin[:, None]
+        # Never look up the block table past the end of a sequence: what stands there may be anything.
+        known = starts < end[:, None]
+        position = starts.where(known, 0)
+        pages = block_table[seq[:, None], position // self.config.page_size].long().where(known, 0)
+        rows = position % self.config.page_size // ROW_GROUP
+        key = torch.arange(tokens)
+        dead = key >= live[:, None]
+        any_dead = bool(dead.any())
+        hidden = dead[:, None, None, :] if any_dead else None
+        if causal_q_len > 1:
+            length = torch.tensor([lengths[item.seq] for item in items])
+            token = torch.arange(causal_q_len).repeat_interleave(self.config.heads_per_kv_head)
+            last_visible = (length - causal_q_len)[:, None] + token
+            hidden = ((key + begin[:, None])[:, None, :] > last_visible[:, :, None])[:, None]
+            hidden = hidden | dead[:, None, None, :]
+        live_bits = (dead.long() - 1)[:, None, :, None] if any_dead else None
+        return ItemGroup(seq, pages[:, None], rows[:, None], tokens, live_bits, hidden)
+
+
+def _similar_runs(tiles: list[int]) -> list[tuple[int, int]]:
+    """Cut a descending list into runs whose first element is less than twice the last: padding stays below half."""
+    runs, first = [], 0
+    for position, count in enumerate(tiles):
+        if 2 * count <= tiles[first]:
+            runs.append((first, position))
+            first = position
+    runs.append((first, len(tiles)))
+    return runs
+
+
+def _read_rows(cache: torch.Tensor, group: ItemGroup) -> torch.Tensor:
+    """Rows of all items of a group, one KV head after the other.
+
+    Args:
+        cache: (pages, num_kv_heads, page_size, row) uint8, any strides but the last.
+        group: the items.
+
+    Returns:
+        (items, num_kv_heads, tokens, row) float32; rows past an item's end are zero.
+    """
+    pages, heads, page_size, row = cache.shape
+    items, chunk = len(group.seq), ROW_GROUP * row
+    page_stride, head_stride, token_stride, _ = cache.stride()
+    if token_stride == row and page_stride % chunk == 0 and head_stride % chunk == 0:
+        # The tokens of a page and head are contiguous: seen as rows of one group each, reading is a plain gather.
+        chunks = ((pages - 1) * page_stride + (heads - 1) * head_stride) // chunk + page_size // ROW_GROUP
+        index = group.chunk_index(heads, page_stride // chunk, head_stride // chunk)
+        picked = torch.index_select(cache.as_strided((chunks, chunk), (chunk, 1)), 0, index)
+    else:
+        grouped = cache.unflatten(2, (page_size // ROW_GROUP, ROW_GROUP))
+        picked = grouped[group.pages, torch.arange(heads)[:, None], group.rows]
+    live = picked.view(items, heads, -1, row)[:, :, : group.tokens].contiguous()
+    if group.live_bits is not None:
+        # By selection, not by a product of values: a stale byte may be a NaN, and 0 * NaN is NaN.
+        live.view(torch.int64).bitwise_and_(group.live_bits)
+    return e4m3.dequantise(live)
+
+
+def _attend(
+    group: ItemGroup, packed: torch.Tensor, score_scale: torch.Tensor, kv: PagedKV, config: RunnerConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Partial attention of each item of a group.
+
+    Returns:
+        O not yet divided by its sum (items, num_kv_heads, rows, head_size), the maximum of the scores and the
+        sum of ``exp(score - maximum)`` (items, num_kv_heads, rows, 1), float32; an item without a visible key
+        has O = 0, maximum -inf, sum 0.
+    """
+    if kv.fused is not None:
+        both = _read_rows(kv.fused, group)
+        keys, values = both[..., : config.head_size], both[..., config.head_size :]
+    else:
+        keys = _read_rows(kv.k.transpose(1, 2), group)
+        values = _read_rows(kv.v.transpose(1, 2), group)
+    # Scale the small operand. A factor of 0 must give scores of 0, hence no -inf before this point.
+    scores = torch.matmul(packed[group.seq] * score_scale[group.seq], keys.transpose(2, 3))
+    if group.hidden is None:
+        maximum = scores.amax(dim=-1, keepdim=True)
+        weights = scores.sub_(maximum).exp_()
+    else:
+        scores = scores.masked_fill_(group.hidden, -torch.inf)
+        maximum = scores.amax(dim=-1, keepdim=True)
+        # Relative to 0 where no key is visible: every weight is then exp(-inf) = 0, not exp(-inf + inf).
+        weights = scores.sub_(maximum.where(maximum != -torch.inf, 0.0)).exp_()
+    return torch.matmul(weights, values), maximum, weights.sum(dim=-1, keepdim=True)
+
+
+def _merge(
+    parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    order: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
+    """Merge the pieces of each sequence by their log-sum-exp.
+
+    Args:
+        parts: what `_attend` gave for each group.
+        order: `TorchPlan.order`.
+        lse: where to write the natural-log LSE, or None.
+
+    Returns:
+        (num_seqs, num_kv_heads, rows, head_size) float32, 0 where a row saw no key.
+    """
+    o, maximum, total = (torch.cat(column) for column in zip(*parts, strict=True))
+    # One more item, without any key, for the pieces that a sequence does not have.
+    o = torch.cat([o, torch.zeros_like(o[:1])])[order]
+    maximum = torch.cat([maximum, torch.full_like(maximum[:1], -torch.inf)])[order]
+    total = torch.cat([total, torch.zeros_like(total[:1])])[order]
+    top = maximum.amax(dim=1, keepdim=True)
+    weight = (maximum - top.where(top != -torch.inf, 0.0)).exp_()
+    denominator = (weight * total).sum(dim=1)
+    merged = (weight * o).sum(dim=1) / denominator.where(denominator != 0, 1.0)
+    if lse is not None:
+        lse.copy_((top[:, 0] + denominator.log()).squeeze(-1))
+    return merged
+
+
+def _per_head(scale: torch.Tensor, num_seqs: int) -> torch.Tensor:
+    """A descale of 1, (num_kv_heads,) or (num_seqs, num_kv_heads) elements as (1 or num_seqs, heads, 1, 1)."""
+    if scale.numel() == 1:
+        return scale.reshape(1, 1, 1, 1)
+    return scale.reshape(num_seqs if scale.dim() == 2 else 1, -1, 1, 1)
