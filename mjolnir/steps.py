@@ -101,7 +101,7 @@ def _length_reason(query_lens: npt.NDArray[np.integer], is_prefilling: npt.NDArr
         prefilling = is_prefilling[: len(query_lens)] & live
         if prefilling.any():
             return FallbackReason.PREFILL if (prefilling == live).all() else FallbackReason.MIXED
-    lengths = query_lens[live]
+    lengths = query_lens[: int(np.count_nonzero(live))]  # padding amid requests is odd too
     return FallbackReason.Q_LEN if len(set(lengths.tolist())) <= 1 else FallbackReason.NON_UNIFORM
 
 

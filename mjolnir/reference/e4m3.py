@@ -42,12 +42,25 @@ def dequantise(codes: torch.Tensor) -> torch.Tensor:
     Returns:
         float32, same shape.
     """
+    values, factor = dequantise_scaled(codes)
+    return values if factor == 1.0 else values.mul_(factor)
+
+
+def dequantise_scaled(codes: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Values of e4m3 bytes but for a factor, which the caller folds into a smaller operand.
+
+    Args:
+        codes: contiguous uint8 with an even last dimension.
+
+    Returns:
+        float32 of the same shape, and the factor by which it is to be multiplied.
+    """
     if codes.numel() < _BITS_FROM or int((codes & 0x7F).max()) == 0x7F:
-        return _look_up_pairs(codes)
+        return _look_up_pairs(codes), 1.0
     bits = codes.view(torch.int8).to(torch.int16)
     bits <<= 7
     bits &= _SIGN_AND_MAGNITUDE
-    return bits.view(torch.float16).float().mul_(256.0)
+    return bits.view(torch.float16).float(), 256.0
 
 
 @functools.cache

@@ -32,8 +32,8 @@ class ItemGroup:
         pages: (items, 1, row_groups) int64, page of each group of `ROW_GROUP` tokens.
         rows: (items, 1, row_groups) int64, which group of its page it is.
         tokens: tokens of the longest item, the length of the padded batch.
-        live_bits: (items, 1, tokens, 1) int64, all bits set for a token of the item, none for one past its end;
-            None where all items are equally long.
+        live_bits: (items, 1, row_groups * ROW_GROUP, 1) int64, all bits set for a token of the item, none for one
+            past its end; None where all items are equally long.
         hidden: (items, 1, query rows, tokens) bool, keys that a query row must not see; None where it sees all.
     """
 
@@ -68,6 +68,7 @@ class TorchPlan:
         groups: its work items, longest first, in batches.
         order: (num_seqs, max splits used) int64, position of each piece of each sequence among the items of
             all groups; absent pieces point behind the last item.
+        whole: no sequence is split and every query row sees a key: nothing to merge, nothing to guard.
     """
 
     q_len: int
@@ -75,6 +76,7 @@ class TorchPlan:
     splits: SplitPlan
     groups: tuple[ItemGroup, ...]
     order: torch.Tensor
+    whole: bool
 
 
 class TorchRunner:
@@ -95,7 +97,8 @@ class TorchRunner:
         order = torch.full((len(lengths), max(splits.n_splits)), len(splits.work), dtype=torch.int64)
         for position, item in enumerate(splits.work):
             order[item.seq, item.split] = position
-        return TorchPlan(q_len, len(lengths), splits, groups, order)
+        whole = max(splits.n_splits) == 1 and min(lengths) >= q_len
+        return TorchPlan(q_len, len(lengths), splits, groups, order, whole)
 
     def replan(self, plan: TorchPlan) -> None:
         """Nothing to do: nothing is captured on a CPU, vLLM builds new metadata for every draft step."""
@@ -112,34 +115,61 @@ class TorchRunner:
         lse: torch.Tensor | None = None,
     ) -> None:
         """Attend, for one layer; see `mjolnir.runner.DecodeRunner.run`."""
-        packed, q_scale = self._pack_query(plan, query)
-        score_scale = q_scale * softmax_scale * _per_head(k_scale, plan.num_seqs)
-        parts = [_attend(group, packed, score_scale, kv, self.config) for group in plan.groups]
-        if plan.order.shape[1] == 1 and len(parts) == 1 and lse is None:
-            o, _, total = parts[0]
-            merged = torch.empty_like(o)
-            merged[plan.groups[0].seq] = o / total.clamp_min_(1e-30)
+        packed = self._pack_query(plan, query, _per_head(k_scale, plan.num_seqs), softmax_scale)
+        if plan.whole and lse is None:
+            merged = self._attend_whole(plan, packed, kv)
         else:
+            parts = [_attend_part(group, packed[group.seq], *self._read(kv, group)) for group in plan.groups]
             merged = _merge(parts, plan.order, lse)
-        merged *= _per_head(v_scale, plan.num_seqs)
+        descale = _per_head(v_scale, plan.num_seqs)
+        if isinstance(descale, torch.Tensor) or descale != 1.0:
+            merged *= descale
         self._unpack(plan, merged, out)
 
-    def _pack_query(self, plan: TorchPlan, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Query rows of each sequence and KV head, and their descale.
+    def _pack_query(
+        self, plan: TorchPlan, query: torch.Tensor, k_scale: torch.Tensor | float, softmax_scale: float
+    ) -> torch.Tensor:
+        """Query rows of each sequence and KV head, through e4m3 if so configured, ready to give final scores.
 
         Returns:
-            (num_seqs, num_kv_heads, q_len * heads_per_kv_head, head_size) float32, row ``token * heads_per_kv_head
-            + head``; and (num_seqs, num_kv_heads, 1, 1) float32.
+            (num_seqs, num_kv_heads, q_len * heads_per_kv_head, head_size) float32, row
+            ``token * heads_per_kv_head + head``.
         """
         config = self.config
         rows = query[: plan.num_seqs * plan.q_len].view(
             plan.num_seqs, plan.q_len, config.num_kv_heads, config.heads_per_kv_head, config.head_size
         )
         packed = rows.transpose(1, 2).flatten(2, 3).float()
+        # A K descale of 0 must give scores of 0, so it goes into the small operand, ahead of any mask.
         if config.q_dtype != "fp8":
-            return packed, torch.ones((plan.num_seqs, config.num_kv_heads, 1, 1))
+            return packed * (k_scale * softmax_scale)
         scale = packed.abs().amax(dim=(2, 3), keepdim=True).clamp_min_(_Q_AMAX_FLOOR).div_(e4m3.MAX)
-        return e4m3.dequantise(e4m3.quantise(packed / scale)), scale
+        # No saturation: the largest quotient is 448 within a rounding error, which rounds to 448.
+        codes = (packed / scale).to(torch.float8_e4m3fn)
+        return codes.float().mul_(scale.mul_(k_scale * softmax_scale))
+
+    def _attend_whole(self, plan: TorchPlan, packed: torch.Tensor, kv: PagedKV) -> torch.Tensor:
+        """Attention where every sequence is one work item.
+
+        Returns:
+            (num_seqs, num_kv_heads, rows, head_size) float32.
+        """
+        if plan.num_seqs == 1:
+            return _attend_group(plan.groups[0], packed, *self._read(kv, plan.groups[0]))
+        merged = torch.empty_like(packed)
+        for group in plan.groups:
+            merged[group.seq] = _attend_group(group, packed[group.seq], *self._read(kv, group))
+        return merged
+
+    def _read(self, kv: PagedKV, group: ItemGroup) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Keys and values of a group's items, (items, num_kv_heads, tokens, head_size) float32, and their factor."""
+        if kv.fused is not None:
+            both, factor = e4m3.dequantise_scaled(_read_rows(kv.fused, group))
+            both = both[:, :, : group.tokens]
+            return both[..., : self.config.head_size], both[..., self.config.head_size :], factor
+        keys = e4m3.dequantise(_read_rows(kv.k.transpose(1, 2), group))
+        values = e4m3.dequantise(_read_rows(kv.v.transpose(1, 2), group))
+        return keys[:, :, : group.tokens], values[:, :, : group.tokens], 1.0
 
     def _unpack(self, plan: TorchPlan, merged: torch.Tensor, out: torch.Tensor) -> None:
         """Write packed rows to their final place, in the output's dtype."""
@@ -171,8 +201,9 @@ class TorchRunner:
         position = starts.where(known, 0)
         pages = block_table[seq[:, None], position // self.config.page_size].long().where(known, 0)
         rows = position % self.config.page_size // ROW_GROUP
-        key = torch.arange(tokens)
-        dead = key >= live[:, None]
+        key = torch.arange(starts.shape[1] * ROW_GROUP)
+        row_dead = key >= live[:, None]
+        key, dead = key[:tokens], row_dead[:, :tokens]
         any_dead = bool(dead.any())
         hidden = dead[:, None, None, :] if any_dead else None
         if causal_q_len > 1:
@@ -181,7 +212,7 @@ class TorchRunner:
             last_visible = (length - causal_q_len)[:, None] + token
             hidden = ((key + begin[:, None])[:, None, :] > last_visible[:, :, None])[:, None]
             hidden = hidden | dead[:, None, None, :]
-        live_bits = (dead.long() - 1)[:, None, :, None] if any_dead else None
+        live_bits = (row_dead.long() - 1)[:, None, :, None] if any_dead else None
         return ItemGroup(seq, pages[:, None], rows[:, None], tokens, live_bits, hidden)
 
 
@@ -204,7 +235,7 @@ def _read_rows(cache: torch.Tensor, group: ItemGroup) -> torch.Tensor:
         group: the items.
 
     Returns:
-        (items, num_kv_heads, tokens, row) float32; rows past an item's end are zero.
+        (items, num_kv_heads, row_groups * ROW_GROUP, row) uint8; rows past an item's end are zero.
     """
     pages, heads, page_size, row = cache.shape
     items, chunk = len(group.seq), ROW_GROUP * row
@@ -217,64 +248,83 @@ def _read_rows(cache: torch.Tensor, group: ItemGroup) -> torch.Tensor:
     else:
         grouped = cache.unflatten(2, (page_size // ROW_GROUP, ROW_GROUP))
         picked = grouped[group.pages, torch.arange(heads)[:, None], group.rows]
-    live = picked.view(items, heads, -1, row)[:, :, : group.tokens].contiguous()
+    rows = picked.view(items, heads, -1, row)
     if group.live_bits is not None:
         # By selection, not by a product of values: a stale byte may be a NaN, and 0 * NaN is NaN.
-        live.view(torch.int64).bitwise_and_(group.live_bits)
-    return e4m3.dequantise(live)
+        rows.view(torch.int64).bitwise_and_(group.live_bits)
+    return rows
 
 
-def _attend(
-    group: ItemGroup, packed: torch.Tensor, score_scale: torch.Tensor, kv: PagedKV, config: RunnerConfig
+def _scores(group: ItemGroup, packed: torch.Tensor, keys: torch.Tensor, factor: float) -> torch.Tensor:
+    """(items, num_kv_heads, rows, tokens) float32, -inf where a row must not see a key."""
+    scores = torch.matmul(packed if factor == 1.0 else packed * factor, keys.transpose(2, 3))
+    if group.hidden is not None:
+        scores.masked_fill_(group.hidden, -torch.inf)
+    return scores
+
+
+def _attend_group(
+    group: ItemGroup, packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, factor: float
+) -> torch.Tensor:
+    """Attention of items that are whole sequences.
+
+    Args:
+        group: the items.
+        packed: (items, num_kv_heads, rows, head_size) float32, the query rows.
+        keys: (items, num_kv_heads, tokens, head_size) float32, to be multiplied by ``factor``.
+        values: as ``keys``.
+        factor: see `mjolnir.reference.e4m3.dequantise_scaled`.
+
+    Returns:
+        (items, num_kv_heads, rows, head_size) float32.
+    """
+    o = torch.matmul(torch.softmax(_scores(group, packed, keys, factor), dim=-1), values)
+    return o if factor == 1.0 else o.mul_(factor)
+
+
+def _attend_part(
+    group: ItemGroup, packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, factor: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Partial attention of each item of a group.
+    """Partial attention of each item of a group; arguments as `_attend_group`.
 
     Returns:
         O not yet divided by its sum (items, num_kv_heads, rows, head_size), the maximum of the scores and the
         sum of ``exp(score - maximum)`` (items, num_kv_heads, rows, 1), float32; an item without a visible key
         has O = 0, maximum -inf, sum 0.
     """
-    if kv.fused is not None:
-        both = _read_rows(kv.fused, group)
-        keys, values = both[..., : config.head_size], both[..., config.head_size :]
-    else:
-        keys = _read_rows(kv.k.transpose(1, 2), group)
-        values = _read_rows(kv.v.transpose(1, 2), group)
-    # Scale the small operand. A factor of 0 must give scores of 0, hence no -inf before this point.
-    scores = torch.matmul(packed[group.seq] * score_scale[group.seq], keys.transpose(2, 3))
-    if group.hidden is None:
-        maximum = scores.amax(dim=-1, keepdim=True)
-        weights = scores.sub_(maximum).exp_()
-    else:
-        scores = scores.masked_fill_(group.hidden, -torch.inf)
-        maximum = scores.amax(dim=-1, keepdim=True)
-        # Relative to 0 where no key is visible: every weight is then exp(-inf) = 0, not exp(-inf + inf).
-        weights = scores.sub_(maximum.where(maximum != -torch.inf, 0.0)).exp_()
-    return torch.matmul(weights, values), maximum, weights.sum(dim=-1, keepdim=True)
+    scores = _scores(group, packed, keys, factor)
+    maximum = scores.amax(dim=-1, keepdim=True)
+    # Relative to 0 where no key is visible: every weight is then exp(-inf) = 0, not exp(-inf + inf).
+    weights = scores.sub_(_finite(maximum)).exp_()
+    o = torch.matmul(weights, values)
+    return o if factor == 1.0 else o.mul_(factor), maximum, weights.sum(dim=-1, keepdim=True)
 
 
 def _merge(
-    parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-    order: torch.Tensor,
-    lse: torch.Tensor | None,
+    parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], order: torch.Tensor, lse: torch.Tensor | None
 ) -> torch.Tensor:
     """Merge the pieces of each sequence by their log-sum-exp.
 
     Args:
-        parts: what `_attend` gave for each group.
+        parts: what `_attend_part` gave for each group.
         order: `TorchPlan.order`.
         lse: where to write the natural-log LSE, or None.
 
     Returns:
         (num_seqs, num_kv_heads, rows, head_size) float32, 0 where a row saw no key.
     """
-    o, maximum, total = (torch.cat(column) for column in zip(*parts, strict=True))
-    # One more item, without any key, for the pieces that a sequence does not have.
-    o = torch.cat([o, torch.zeros_like(o[:1])])[order]
-    maximum = torch.cat([maximum, torch.full_like(maximum[:1], -torch.inf)])[order]
-    total = torch.cat([total, torch.zeros_like(total[:1])])[order]
+    pieces = [torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True)]
+    if order.numel() == pieces[0].shape[0]:
+        o, maximum, total = (piece[order] for piece in pieces)
+    else:
+        # One more item, without any key, for the pieces that a sequence does not have.
+        empty = (0.0, -torch.inf, 0.0)
+        padded = [
+            torch.cat([piece, torch.full_like(piece[:1], value)]) for piece, value in zip(pieces, empty, strict=True)
+        ]
+        o, maximum, total = (piece[order] for piece in padded)
     top = maximum.amax(dim=1, keepdim=True)
-    weight = (maximum - top.where(top != -torch.inf, 0.0)).exp_()
+    weight = (maximum - _finite(top)).exp_()
     denominator = (weight * total).sum(dim=1)
     merged = (weight * o).sum(dim=1) / denominator.where(denominator != 0, 1.0)
     if lse is not None:
@@ -282,8 +332,13 @@ def _merge(
     return merged
 
 
-def _per_head(scale: torch.Tensor, num_seqs: int) -> torch.Tensor:
-    """A descale of 1, (num_kv_heads,) or (num_seqs, num_kv_heads) elements as (1 or num_seqs, heads, 1, 1)."""
+def _finite(maximum: torch.Tensor) -> torch.Tensor:
+    """A maximum to subtract: 0 where it is -inf."""
+    return maximum.where(maximum != -torch.inf, 0.0)
+
+
+def _per_head(scale: torch.Tensor, num_seqs: int) -> torch.Tensor | float:
+    """A descale of one element as a number, one of (num_kv_heads,) or (num_seqs, num_kv_heads) to broadcast."""
     if scale.numel() == 1:
-        return scale.reshape(1, 1, 1, 1)
+        return float(scale)
     return scale.reshape(num_seqs if scale.dim() == 2 else 1, -1, 1, 1)

@@ -1,0 +1,1 @@
+"""Benchmarks: every published figure comes from here, through `scripts/bench`, into ``docs/results/``."""
