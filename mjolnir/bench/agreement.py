@@ -1,0 +1,199 @@
+"""Does MJOLNIR say the same as CPU_ATTN with a bf16 cache, and where it does not, was it a near tie?
+
+Greedy decoding of 30 prompts, 64 tokens each. Two engines that differ in the cache's precision part ways wherever
+the two best tokens are nearly even, and from there on say different things, so texts are not compared. Compared
+are, up to and with the first difference, the log-probabilities: of the chosen token where both chose the same, and
+at the first difference how far ahead the reference's choice was. The reference's own engine, run once more with
+another batch, gives the noise floor.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mjolnir.bench.prompts import PROMPTS
+from mjolnir.bench.results import write_result
+
+TOKENS = 64
+TOP = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run the prompts.
+
+    Attributes:
+        name: what it exercises.
+        backend: attention backend.
+        kv: KV cache dtype.
+        batch: requests at a time.
+        options: engine options.
+    """
+
+    name: str
+    backend: str
+    kv: str
+    batch: int
+    options: dict[str, Any]
+
+
+# 24 pages of 128 tokens do not hold eight of these sequences: requests are preempted and recomputed.
+TINY_CACHE = {"num_gpu_blocks_override": 16}
+REFERENCE = Case("reference", "CPU_ATTN", "auto", 1, {"enable_prefix_caching": False})
+CASES = (
+    Case("CPU_ATTN, 8 at a time", "CPU_ATTN", "auto", 8, {"enable_prefix_caching": False}),
+    Case("one at a time", "MJOLNIR", "fp8", 1, {"enable_prefix_caching": False}),
+    Case("8 at a time", "MJOLNIR", "fp8", 8, {"enable_prefix_caching": False}),
+    Case("prefix caching, each prompt twice", "MJOLNIR", "fp8", 8, {"enable_prefix_caching": True}),
+    Case("chunked prefill, 64 tokens", "MJOLNIR", "fp8", 8, {"max_num_batched_tokens": 64, "max_num_seqs": 8}),
+    Case("preemption, tiny cache", "MJOLNIR", "fp8", 8, {"enable_prefix_caching": False, **TINY_CACHE}),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token: what was chosen, and the log-probabilities of the best few."""
+
+    token: int
+    logprobs: dict[int, float]
+
+    @property
+    def margin(self) -> float:
+        """How far the best token is ahead of the second, in nats."""
+        best, second = sorted(self.logprobs.values(), reverse=True)[:2]
+        return best - second
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two generations of one prompt.
+
+    Attributes:
+        same: whether all tokens are equal.
+        errors: absolute difference of the chosen token's log-probability, for each token both chose.
+        margin: at the first difference, the reference's margin; None where there is none.
+        distance: at the first difference, how far the other's choice is behind the reference's best, by the
+            reference; None where it is not among the reference's best few.
+    """
+
+    same: bool
+    errors: tuple[float, ...]
+    margin: float | None = None
+    distance: float | None = None
+
+
+def compare(reference: Sequence[Step], other: Sequence[Step]) -> Comparison:
+    """Compare two generations up to and with their first difference."""
+    errors: list[float] = []
+    for ours, theirs in zip(reference, other, strict=False):
+        if ours.token != theirs.token:
+            best = max(ours.logprobs.values())
+            behind = ours.logprobs.get(theirs.token)
+            return Comparison(False, tuple(errors), ours.margin, None if behind is None else best - behind)
+        errors.append(abs(ours.logprobs[ours.token] - theirs.logprobs[theirs.token]))
+    return Comparison(len(reference) == len(other), tuple(errors))
+
+
+def generate(model: str, case: Case) -> list[list[Step]]:
+    """Run a case in a child process, one list of steps a prompt."""
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
+        request = json.dumps({"batch": case.batch, "backend": case.backend, "kv": case.kv, "options": case.options})
+        command = [sys.executable, "-m", __spec__.name, "--model", model, "--child", request, answer.name]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        texts = json.load(answer)
+    return [[Step(token, {int(k): v for k, v in tops.items()}) for token, tops in steps] for steps in texts]
+
+
+def run_child(model: str, request: dict[str, Any], answer: Path) -> None:
+    """The child: generate, and write tokens and log-probabilities to ``answer``."""
+    from vllm import LLM, SamplingParams  # noqa: PLC0415  (seconds; the parent does without)
+
+    llm = LLM(
+        model,
+        attention_config={"backend": request["backend"]},
+        kv_cache_dtype=request["kv"],
+        dtype="bfloat16",
+        max_model_len=1024,
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 28,
+        **request["options"],
+    )
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=TOP)
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    rounds = 2 if request["options"].get("enable_prefix_caching") else 1
+    outputs: list[Any] = []
+    for _ in range(rounds):
+        outputs = []
+        for first in range(0, len(chats), request["batch"]):
+            outputs += llm.chat(chats[first : first + request["batch"]], params, use_tqdm=False)
+    texts = [
+        [
+            [token, {str(key): value.logprob for key, value in tops.items()}]
+            for token, tops in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+        ]
+        for output in outputs
+    ]
+    answer.write_text(json.dumps(texts))
+
+
+def row(model: str, case: Case, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """The figures of one case."""
+    errors = sorted(error for comparison in comparisons for error in comparison.errors)
+    margins = sorted(c.margin for c in comparisons if c.margin is not None)
+    return {
+        "model": Path(model).name,
+        "case": case.name,
+        "backend": case.backend,
+        "kv": case.kv,
+        "prompts": len(comparisons),
+        "same_text": sum(comparison.same for comparison in comparisons),
+        "tokens_compared": len(errors),
+        "logprob_error_median": round(statistics.median(errors), 4),
+        "logprob_error_p99": round(errors[int(0.99 * (len(errors) - 1))], 4),
+        "logprob_error_max": round(errors[-1], 4),
+        "divergence_margins": [round(margin, 3) for margin in margins],
+    }
+
+
+def measure(model: str, cases: Sequence[Case] = CASES) -> list[dict[str, Any]]:
+    """One row a case, each against the reference."""
+    reference = generate(model, REFERENCE)
+    rows = []
+    for case in cases:
+        comparisons = [compare(*pair) for pair in zip(reference, generate(model, case), strict=True)]
+        rows.append(row(model, case, comparisons))
+        sys.stderr.write(f"{rows[-1]}\n")
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line; see ``--help``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="folder of the model")
+    parser.add_argument("--out", type=Path, help="result file; without it the rows are only printed")
+    parser.add_argument("--child", nargs=2, metavar=("REQUEST", "ANSWER"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        request, answer = options.child
+        run_child(options.model, json.loads(request), Path(answer))
+        return
+    rows = measure(options.model)
+    if options.out:
+        write_result(
+            options.out,
+            what="greedy agreement with CPU_ATTN over a bf16 cache: log-probabilities up to the first difference, in "
+            "nats, and the reference's margin there",
+            command="scripts/bench agreement",
+            rows=rows,
+        )
+
+
+if __name__ == "__main__":
+    main()
