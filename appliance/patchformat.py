@@ -76,9 +76,7 @@ class FilePatch:
             position = index + len(hunk.old)
         patched = b"".join(result + lines[position:])
         if blob_id(patched) != self.after:
-            raise PatchError(
-                f"{self.path}: the hunks give blob {blob_id(patched)}, but the patch names {self.after}"
-            )
+            raise PatchError(f"{self.path}: the hunks give blob {blob_id(patched)}, but the patch names {self.after}")
         return patched
 
 
@@ -216,25 +214,20 @@ def _parse_hunk(reader: _Reader) -> Hunk:
         ended = reader.peek() != NO_NEWLINE
         for side in sides:
             side.append(line[1:] + b"\n" * ended)
+        if len(old) > old_count or len(new) > new_count:
+            reader.fail(f"the hunk has more lines than the {old_count} old and {new_count} new ones it names")
         if not ended:
             reader.take("the mark")
-    if len(old) != old_count or len(new) != new_count:
-        reader.fail(f"the hunk has {len(old)} old and {len(new)} new lines, not {old_count} and {new_count}")
     return Hunk(old_start, tuple(old), new_start, tuple(new))
 
 
 def render_diff(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> bytes:
     """The ``diff --git`` sections from one set of texts to another, in the order of their paths."""
-    return b"".join(
-        _render_file(path, old[path], new[path]) for path in sorted(new) if new[path] != old[path]
-    )
+    return b"".join(_render_file(path, old[path], new[path]) for path in sorted(new) if new[path] != old[path])
 
 
 def _render_file(path: str, old: bytes, new: bytes) -> bytes:
-    head = (
-        f"diff --git a/{path} b/{path}\nindex {blob_id(old)}..{blob_id(new)} 100644\n"
-        f"--- a/{path}\n+++ b/{path}\n"
-    )
+    head = f"diff --git a/{path} b/{path}\nindex {blob_id(old)}..{blob_id(new)} 100644\n--- a/{path}\n+++ b/{path}\n"
     return head.encode() + b"".join(_render_hunks(split_lines(old), split_lines(new)))
 
 

@@ -224,9 +224,7 @@ def write_tree(root: Path, old: Tree, new: Tree) -> list[str]:
         for path in renamed:
             _stage(root / path, old[path]).replace(root / path)
         reason = error.strerror or error
-        raise PatchError(
-            f"{error.filename or root}: can't be written: {reason}; nothing was changed"
-        ) from error
+        raise PatchError(f"{error.filename or root}: can't be written: {reason}; nothing was changed") from error
     finally:
         for source, _ in staged:
             source.unlink(missing_ok=True)
@@ -325,9 +323,7 @@ def check(root: Path, queue: Queue, repository: Path = REPOSITORY) -> str:
         if not patch.files:
             raise PatchError(f"{patch.path}: changes no file")
         if patch.changed_lines > MAX_CHANGED_LINES:
-            raise PatchError(
-                f"{patch.path}: {patch.changed_lines} changed lines; at most {MAX_CHANGED_LINES}"
-            )
+            raise PatchError(f"{patch.path}: {patch.changed_lines} changed lines; at most {MAX_CHANGED_LINES}")
         for field in REQUIRED_FIELDS:
             if not patch.field(field):
                 raise PatchError(f"{patch.path}: the header has no `{field}:`")

@@ -54,6 +54,9 @@ class BuilderMixin(AttentionMetadataBuilder):
         self.is_draft = _is_draft(layers)
         reason = ineligible_reason(kv_cache_spec, layers, vllm_config, device.type, self.settings)
         self.fixed_reason = _fixed_reason(reason, self.settings, self.is_draft)
+        if self.fixed_reason is not None:
+            # Captured as the fallback is: the class, which does not know the layers, may have promised more.
+            self.get_cudagraph_support = super().get_cudagraph_support
         self.runner: DecodeRunner | None = None
         if self.fixed_reason is None:
             self.runner = create_runner(_runner_config(kv_cache_spec, layers or {}, vllm_config, device, self.settings))
@@ -172,14 +175,14 @@ class BuilderMixin(AttentionMetadataBuilder):
 
 
 def attention_layers(vllm_config: Any, layer_names: Sequence[str]) -> dict[str, Any] | None:
-    """The attention layers of a group by name; None where this vLLM has no way to look them up."""
+    """The attention layers of a group by name; None where this vLLM has no way to look (all of) them up."""
     try:
         from vllm.config import get_layers_from_vllm_config  # noqa: PLC0415
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: PLC0415
     except ImportError:
         return None
     layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
-    return layers
+    return layers if len(layers) == len(layer_names) else None  # vLLM passes over names that it does not know
 
 
 def group_label(layer_names: Sequence[str]) -> str:
@@ -220,10 +223,10 @@ def _batch(cam: Any) -> Batch:
     return Batch(
         query_start_loc=cam.query_start_loc_cpu[: cam.num_reqs + 1].numpy(),
         max_query_len=cam.max_query_len,
-        causal=cam.causal if isinstance(cam.causal, bool) else None,
+        causal=cam.causal if isinstance(cam.causal, bool) and cam.rswa_prefix_lens is None else None,
         is_prefilling=prefilling.numpy() if on_host else None,
         context_parallel=cam.dcp_local_seq_lens is not None,
-        bidirectional_ranges=bool(cam.mm_req_doc_ranges) or cam.rswa_prefix_lens is not None,
+        bidirectional_ranges=bool(cam.mm_req_doc_ranges),
     )
 
 

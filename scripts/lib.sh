@@ -1,12 +1,13 @@
 # What the scripts share; sourced, with $root set to the repository's root.
 # shellcheck shell=bash
 
+# shellcheck disable=SC2154 # root is set by the script that sources this
 venv=${MJOLNIR_VENV:-$root/.venv}
 
 say() { printf '%s\n' "$*" >&2; }
 
 die() {
-  say "$(basename "$0"): $*"
+  say "${0##*/}: $*"
   exit 1
 }
 

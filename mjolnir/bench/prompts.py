@@ -1,12 +1,12 @@
 """Thirty chat prompts of our own: short and long, prose, code, lists, numbers, other languages."""
 
 _LONG = (
-    "The delivery robot R7 left the depot at six in the morning with fourteen parcels. Its first stop was the bakery "
-    "on Mill Street, where the owner signed for two boxes of yeast. At the second stop nobody was home, so it left a card "
-    "and kept the parcel. Between the second and the third stop it had to wait eleven minutes at a level crossing, "
-    "because a goods train with sixty wagons went by. The third, fourth and fifth parcels went to the same office "
-    "block; the lift was out of order, and a clerk came down to fetch them. After the fifth stop the battery stood at "
-    "sixty-one percent. "
+    "The delivery robot R7 left the depot at six in the morning with fourteen parcels. Its first stop was the "
+    "bakery on Mill Street, where the owner signed for two boxes of yeast. At the second stop nobody was home,"
+    " so it left a card and kept the parcel. Between the second and the third stop it had to wait eleven "
+    "minutes at a level crossing, because a goods train with sixty wagons went by. The third, fourth and fifth"
+    " parcels went to the same office block; the lift was out of order, and a clerk came down to fetch them. "
+    "After the fifth stop the battery stood at sixty-one percent. "
 )
 
 PROMPTS = (

@@ -1,0 +1,130 @@
+"""The engine's command line and environment."""
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.settings import Settings
+from mjolnir.names import STATS_DIR_VARIABLE
+
+SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
+
+_GPU_NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/nvgpu", "/dev/nvmap", "/dev/nvhost-gpu")
+_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_SECRETS = ("VLLM_API_KEY", "OPENAI_API_KEY")
+_CPU_KV_CACHE_GIB = 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that is needed to start an engine.
+
+    Attributes:
+        command: program and arguments.
+        environment: the whole environment of the child.
+        socket: Unix socket on which the engine will answer.
+    """
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    socket: Path
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA device (Thor's integrated GPU shows as nvgpu or nvmap)."""
+    return any(os.path.exists(node) for node in _GPU_NODES)
+
+
+def is_local(model: str) -> bool:
+    """Whether a model is named by its folder and not by its id on the hub (``name`` or ``owner/name``)."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()
+
+
+def served_name(settings: Settings) -> str:
+    """Name that clients use for the model."""
+    if settings.served_model_name:
+        return settings.served_model_name
+    return Path(settings.model).expanduser().resolve().name if is_local(settings.model) else settings.model
+
+
+def build(settings: Settings, inherited: dict[str, str], runtime_dir: Path, stats_dir: Path) -> Launch:
+    """Put together the launch of an engine.
+
+    Args:
+        settings: the appliance's settings.
+        inherited: environment to start from, see ``settings.engine_environment``.
+        runtime_dir: private folder of this supervisor; the engine's sockets go there.
+        stats_dir: folder of the counters files of this supervisor's engines.
+    """
+    socket = runtime_dir / "engine.sock"
+    gpu = has_gpu()
+    command = (*(settings.engine_command or SERVE), *arguments(settings, gpu), "--uds", str(socket))
+    environment = inherited | _environment(settings, gpu, inherited)
+    # What an engine that was killed leaves in its temporary folder goes when ours goes.
+    private = dict.fromkeys(("TMPDIR", "VLLM_RPC_BASE_PATH"), str(runtime_dir))
+    environment |= {STATS_DIR_VARIABLE: str(stats_dir), **private}
+    if is_local(settings.model) or settings.offline:
+        _drop(environment, _HUB_TOKENS)
+    _drop(environment, _SECRETS)
+    return Launch(command, environment, socket)
+
+
+def arguments(settings: Settings, gpu: bool) -> tuple[str, ...]:
+    """The flags of `vllm serve`; a flag that the user gave takes the place of ours."""
+    flags = {"--served-model-name": served_name(settings), "--kv-cache-dtype": settings.kv_cache_dtype}
+    if settings.attention_backend:
+        flags["--attention-backend"] = settings.attention_backend
+    if settings.max_model_len is not None:
+        flags["--max-model-len"] = str(settings.max_model_len)
+    if gpu and settings.kv_cache_gib is not None:
+        flags["--kv-cache-memory-bytes"] = str(settings.kv_cache_gib << 30)
+    if not gpu:
+        flags["--dtype"] = "bfloat16"
+        if not any(map(shutil.which, ("g++", "clang++", "c++"))):
+            flags["--enforce-eager"] = ""  # inductor compiles C++ on a CPU
+    given = flag_names(settings.engine_args)
+    model = str(Path(settings.model).expanduser()) if is_local(settings.model) else settings.model
+    ours = [word for name, value in flags.items() if name not in given for word in (name, value) if word]
+    return (model, *ours, *settings.engine_args)
+
+
+def flag_names(words: Iterable[str]) -> set[str]:
+    """Names of the flags among command line words, spelled with dashes."""
+    return {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+
+
+def _environment(settings: Settings, gpu: bool, inherited: dict[str, str]) -> dict[str, str]:
+    caches = settings.cache_dir.absolute()
+    wanted = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "PYTHONUNBUFFERED": "1",
+        # Process titles overwrite the environment in /proc otherwise, by which we recognise the engine's processes.
+        "SPT_NOENV": "1",
+        "VLLM_CACHE_ROOT": inherited.get("VLLM_CACHE_ROOT", str(caches / "vllm")),
+        "TRITON_CACHE_DIR": inherited.get("TRITON_CACHE_DIR", str(caches / "triton")),
+        "TORCHINDUCTOR_CACHE_DIR": inherited.get("TORCHINDUCTOR_CACHE_DIR", str(caches / "inductor")),
+    }
+    if settings.offline:
+        wanted |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if not gpu:
+        wanted["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib or _CPU_KV_CACHE_GIB)
+        openmp = _intel_openmp()
+        if openmp is not None and "LD_PRELOAD" not in inherited:
+            wanted["LD_PRELOAD"] = str(openmp)
+    return wanted
+
+
+def _intel_openmp() -> Path | None:
+    """The OpenMP runtime that vLLM asks for on x86; it comes with vLLM's CPU wheel."""
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return library if platform.machine() == "x86_64" and library.is_file() else None
+
+
+def _drop(environment: dict[str, str], names: tuple[str, ...]) -> None:
+    for name in names:
+        environment.pop(name, None)

@@ -1,0 +1,188 @@
+"""The engine as a child process: start it, read its log, end it and everything that it started."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+
+from appliance.command import Launch
+from appliance.errors import EngineError
+from appliance.processes import descendants, end, has_variable
+from mjolnir.names import STATS_DIR_VARIABLE
+
+log = logging.getLogger(__name__)
+
+_LINE_BYTES = 8192
+_CHUNK_BYTES = 65536
+_TAIL_LINES = 4000
+_KEEPER_MARGIN_SECONDS = 10.0  # what the keeper needs beyond the engine's own grace (see keeper, processes)
+
+
+class LineSplitter:
+    """Cuts a byte stream into lines; a progress bar's carriage return ends one, and no line grows without limit."""
+
+    _ENDS = re.compile(rb"[\r\n]+")
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that ``data`` completes, empty ones left out."""
+        *lines, self._pending = self._ENDS.split(self._pending + data)
+        while len(self._pending) > _LINE_BYTES:
+            lines.append(self._pending[:_LINE_BYTES])
+            self._pending = self._pending[_LINE_BYTES:]
+        return [_decode(line) for line in lines if line]
+
+    def flush(self) -> list[str]:
+        """What is left at the end of the stream."""
+        pending, self._pending = self._pending, b""
+        return [_decode(pending)] if pending else []
+
+
+class Engine:
+    """One run of the engine, from start to the end of its last process.
+
+    The engine runs under ``appliance.keeper`` in a session of its own: a Ctrl-C on our terminal does not reach it,
+    and nothing that it starts can outlive us.
+
+    Args:
+        launch: command line and environment.
+        stop_seconds: how long it may take to end after SIGTERM.
+        on_line: is given every line of its log.
+        redact: masks secrets in a line before anybody sees it.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        stop_seconds: float,
+        on_line: Callable[[str], None],
+        redact: Callable[[str], str] = str,
+    ) -> None:
+        self._launch = launch
+        self._stop_seconds = stop_seconds
+        self._on_line = on_line
+        self._redact = redact
+        self._tail: deque[tuple[float, str]] = deque(maxlen=_TAIL_LINES)
+        self._keeper: asyncio.subprocess.Process | None = None
+        self._exit: asyncio.Task[int] | None = None
+
+    async def start(self) -> None:
+        """Start the processes.
+
+        Raises:
+            EngineError: no process could be started.
+        """
+        self._launch.socket.unlink(missing_ok=True)  # bind() does not replace a socket that a dead engine left
+        command = (sys.executable, "-m", "appliance.keeper", str(self._stop_seconds), *self._launch.command)
+        try:
+            self._keeper = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=self._launch.environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EngineError(f"the engine can't be started: {error}") from error
+        self._exit = asyncio.create_task(self._watch(self._keeper), name="engine")
+
+    @property
+    def pid(self) -> int:
+        """Process id of the keeper, the root of the engine's processes."""
+        return self._running().pid
+
+    def tail(self, lines: int = 100) -> list[str]:
+        """The last lines of the engine's log."""
+        return [text for _, text in list(self._tail)[-lines:]]
+
+    def log_since(self, seconds: float) -> list[str]:
+        """The log's lines of the last seconds."""
+        oldest = time.monotonic() - seconds
+        return [text for written, text in self._tail if written >= oldest]
+
+    async def wait(self) -> int:
+        """Wait until every process of the engine has ended and its log is read.
+
+        Returns:
+            The exit code of its main process, 128 + signal when it was killed.
+        """
+        if self._exit is None:
+            raise EngineError("the engine was never started")
+        return await asyncio.shield(self._exit)
+
+    async def stop(self) -> int:
+        """End the engine: SIGTERM, time to finish, SIGKILL; returns once nothing of it is left."""
+        self._signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(self._stop_seconds + _KEEPER_MARGIN_SECONDS):
+                return await self.wait()
+        except TimeoutError:
+            log.error("the engine's keeper does not answer; killing its processes")
+            self._signal(signal.SIGKILL)
+            return await self.wait()
+
+    def kill(self) -> None:
+        """End the engine without giving it time; ``wait`` or ``stop`` then tells when it is gone."""
+        self._signal(signal.SIGINT)
+
+    async def _watch(self, keeper: asyncio.subprocess.Process) -> int:
+        reader = asyncio.create_task(self._read(keeper), name="engine-log")
+        code = await keeper.wait()
+        if code < 0:  # the keeper itself was killed: what it kept is ours now, see become_subreaper
+            await asyncio.to_thread(end, self._strays, 0.0)
+            code = 128 - code
+        # Nobody holds the log's other end any more, unless a process is stuck in the kernel.
+        await asyncio.wait({reader}, timeout=2.0)
+        reader.cancel()
+        if keeper.stdin is not None:
+            keeper.stdin.close()
+        return code
+
+    async def _read(self, keeper: asyncio.subprocess.Process) -> None:
+        if keeper.stdout is None:
+            return
+        splitter = LineSplitter()
+        while data := await keeper.stdout.read(_CHUNK_BYTES):
+            self._take(splitter.feed(data))
+            await asyncio.sleep(0)  # a flood in the log must not hold up requests
+        self._take(splitter.flush())
+
+    def _take(self, lines: list[str]) -> None:
+        now = time.monotonic()
+        for line in map(self._redact, lines):
+            self._tail.append((now, line))
+            self._on_line(line)
+
+    def _strays(self) -> list[int]:
+        mark = f"{STATS_DIR_VARIABLE}={self._launch.environment.get(STATS_DIR_VARIABLE)}"
+        return [pid for pid in descendants(os.getpid()) if has_variable(pid, mark)]
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._running().send_signal(number)
+
+    def _running(self) -> asyncio.subprocess.Process:
+        if self._keeper is None:
+            raise EngineError("the engine was never started")
+        return self._keeper
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code > 128:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(code - 128).name}"
+    return f"exit code {code}"
+
+
+def _decode(line: bytes) -> str:
+    return line.decode("utf-8", "replace")[:_LINE_BYTES].rstrip()

@@ -1,0 +1,121 @@
+"""`mjolnir serve`: the supervisor, the HTTP server and the terminal, put together and taken apart again."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from appliance import preflight
+from appliance.app import Appliance, Reporter, build_api
+from appliance.command import served_name
+from appliance.errors import SettingsError
+from appliance.log import Redactor, logging_to, secrets_of
+from appliance.metrics import Metrics
+from appliance.processes import become_subreaper
+from appliance.proxy import Proxy
+from appliance.settings import Settings, engine_environment
+from appliance.supervisor import Supervisor
+from appliance.tally import Tally, remove_leftovers
+from appliance.terminal import Terminal
+
+log = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 5  # for responses that are being written when everything else has ended
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: SIGTERM is for the supervisor, which drains first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(settings: Settings) -> None:
+    """Run the appliance until a signal ends it.
+
+    Raises:
+        ApplianceError: it can't be started, or the engine can't be kept up.
+    """
+    environment = engine_environment()
+    redactor = Redactor(secrets_of(settings.engine_args, environment))
+    terminal = Terminal(settings.log_level)
+    with logging_to(terminal.log_handler(), settings.log_level, redactor), terminal:
+        preflight.check_settings(settings)
+        with _listen(settings.host, settings.port) as listener:
+            uvloop.run(_run(settings, environment, redactor, listener, terminal))
+
+
+async def _run(
+    settings: Settings,
+    environment: dict[str, str],
+    redactor: Redactor,
+    listener: socket.socket,
+    terminal: Terminal,
+) -> None:
+    become_subreaper()
+    remove_leftovers(settings.stats_dir)
+    metrics = Metrics(Tally(Supervisor.stats_dir_of(settings)))
+    supervisor = Supervisor(settings, environment, [metrics, terminal], redactor)
+    url = _url(listener)
+    reporter = Reporter(supervisor, metrics, served_name(settings), url)
+    terminal.introduce(url, served_name(settings))
+    proxy = Proxy(supervisor, metrics, settings.max_body_mib << 20)
+    server = _Server(_config(Appliance(build_api(supervisor, metrics, reporter), proxy)))
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.stop)
+    try:
+        await supervisor.run()
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def _config(app: Appliance) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port now: a port that is only looked at may be another's by the time it is needed.
+
+    Raises:
+        SettingsError: the address can't be listened on.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise SettingsError(f"host={host!r}: {error.strerror}; accepted: an address of this machine") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(f"port={port}: {error.strerror} on {host}; accepted: a free port (--port)") from None
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    """Address under which this machine reaches the appliance."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  (for display)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

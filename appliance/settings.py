@@ -1,0 +1,161 @@
+"""Settings of the appliance: ``MJOLNIR_*`` variables, a ``.env`` file and the command line, checked at one place.
+
+The command line wins over the environment, the environment over ``.env``. A blank value counts as not set, so a
+commented-out line and an empty one in ``.env`` mean the same. Variables of the attention backend share our prefix;
+they are passed on to the engine and not looked at here.
+"""
+
+import difflib
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from dotenv import dotenv_values
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from appliance.errors import SettingsError
+from mjolnir.names import DEFAULT_STATS_DIR
+
+PREFIX = "MJOLNIR_"
+ENV_FILE = ".env"
+
+# The backend reads these inside the engine (mjolnir/env.py is their reader).
+BACKEND_PREFIXES = ("MJOLNIR_ATTN_", "MJOLNIR_KV", "MJOLNIR_DRAFT_VOCAB", "MJOLNIR_LM_HEAD")
+BACKEND_NAMES = ("MJOLNIR_CONFIG",)
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class Settings(BaseSettings):
+    """Everything that `mjolnir serve` can be told.
+
+    Attributes:
+        host: address that the appliance listens on; the default can be reached from this machine only.
+        port: TCP port of the appliance; 0 takes any free one.
+        model: folder with a model, or the id of one on the Hugging Face hub.
+        served_model_name: name that clients use for the model; empty means its folder's name or its hub id.
+        attention_backend: vLLM attention backend; empty leaves the choice to vLLM.
+        kv_cache_dtype: format of the KV cache.
+        kv_cache_gib: size of the KV cache, GiB; unset means 1 on a CPU and vLLM's own choice on a GPU.
+        max_model_len: longest prompt plus answer, tokens; unset means the model's own limit.
+        start_timeout_seconds: how long a start may show no progress. A cold start may compile in silence for
+            ten minutes, so this limits silence and not the whole start.
+        drain_seconds: how long a stop waits for answers that are being written.
+        stop_seconds: how long the engine may take to end after SIGTERM before it is killed.
+        restart_limit: consecutive failed starts after which the appliance gives up.
+        backoff_seconds: pause after the first failure; it doubles with each further one.
+        backoff_cap_seconds: longest pause between two starts.
+        max_body_mib: largest request body, MiB.
+        stats_dir: folder under which the engine's counters files live.
+        cache_dir: folder of everything that is worth keeping between starts.
+        log_level: least severe message that is shown.
+        offline: never ask the Hugging Face hub for anything.
+        engine_args: further `vllm serve` flags, passed on as they are.
+        engine_command: program that is started instead of `vllm serve`, for a wrapper such as a profiler; it
+            gets the same arguments.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
+
+    host: str = Field("127.0.0.1", min_length=1)
+    port: int = Field(8000, ge=0, le=65535)
+    model: str = ""
+    served_model_name: str = ""
+    attention_backend: str = "MJOLNIR"
+    kv_cache_dtype: str = "fp8"
+    kv_cache_gib: int | None = Field(None, ge=1)
+    max_model_len: int | None = Field(None, ge=1)
+    start_timeout_seconds: float = Field(1200.0, gt=0)
+    drain_seconds: float = Field(30.0, ge=0)
+    stop_seconds: float = Field(20.0, gt=0)
+    restart_limit: int = Field(5, ge=1)
+    backoff_seconds: float = Field(1.0, gt=0)
+    backoff_cap_seconds: float = Field(60.0, gt=0)
+    max_body_mib: int = Field(32, ge=1)
+    stats_dir: Path = Path(DEFAULT_STATS_DIR)
+    cache_dir: Path = Path("~/.cache/mjolnir")
+    log_level: LogLevel = "info"
+    offline: bool = False
+    engine_args: Annotated[tuple[str, ...], NoDecode] = ()
+    engine_command: Annotated[tuple[str, ...], NoDecode] = ()
+
+    @field_validator("engine_args", "engine_command", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        """Cut a value from the environment into arguments the way a shell would."""
+        return tuple(shlex.split(value)) if isinstance(value, str) else value
+
+    @field_validator("cache_dir", "stats_dir")
+    @classmethod
+    def _expand(cls, value: Path) -> Path:
+        return value.expanduser()
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _lower(cls, value: object) -> object:
+        return value.lower() if isinstance(value, str) else value
+
+
+def load(env_file: str | os.PathLike[str] = ENV_FILE, **flags: Any) -> Settings:
+    """Read the settings; ``flags`` are those of the command line, None where one was not given.
+
+    Raises:
+        SettingsError: an unknown name, or a value that can't be used; one line that says what is accepted.
+    """
+    _refuse_unknown({**dotenv_values(env_file), **os.environ})
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        # Foreign names in .env (tokens, compose's own variables) are not ours to judge: the names with our
+        # prefix were checked above, and pydantic's "forbid" then guards the flags.
+        return Settings(**{**_from_env_file(env_file), **given})
+    except ValidationError as error:
+        raise SettingsError(_one_line(error)) from None
+
+
+def engine_environment(env_file: str | os.PathLike[str] = ENV_FILE) -> dict[str, str]:
+    """What the engine may see of the environment and of ``.env``: everything but the supervisor's settings."""
+    merged = {**{name: value or "" for name, value in dotenv_values(env_file).items()}, **os.environ}
+    own = {variable(name) for name in Settings.model_fields}
+    return {name: value for name, value in merged.items() if name not in own}
+
+
+def variable(field: str) -> str:
+    """Name of a setting in the environment."""
+    return PREFIX + field.upper()
+
+
+def _from_env_file(env_file: str | os.PathLike[str]) -> dict[str, str]:
+    """Settings of ``.env`` that the environment does not override."""
+    values = dotenv_values(env_file)
+    found: dict[str, str] = {}
+    for field in Settings.model_fields:
+        value = values.get(variable(field))
+        if value and value.strip() and not os.environ.get(variable(field)):
+            found[field] = value.strip()
+    return found
+
+
+def _refuse_unknown(variables: Mapping[str, str | None]) -> None:
+    known = {variable(name) for name in Settings.model_fields}
+    for name in sorted(variables):
+        if not name.startswith(PREFIX) or name in known or name in BACKEND_NAMES:
+            continue
+        if name.startswith(BACKEND_PREFIXES):
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; accepted: {', '.join(sorted(known))}"
+        raise SettingsError(f"{name}: there is no such setting{hint}")
+
+
+def _one_line(error: ValidationError) -> str:
+    """The first problem of a validation, as: setting, value, what is accepted."""
+    problem = error.errors(include_url=False)[0]
+    field = str(problem["loc"][0])
+    if problem["type"] == "extra_forbidden":
+        return f"{field}: there is no such setting"
+    accepted = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ").split(", unable")[0]
+    flag = f"--{field.replace('_', '-')}"
+    return f"{field}={problem['input']!r}: accepted: {accepted} ({flag} or {variable(field)})"

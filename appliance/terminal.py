@@ -1,0 +1,111 @@
+"""What a person sees of `mjolnir serve`: progress on a terminal, plain lines everywhere else."""
+
+import logging
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from appliance.lifecycle import State
+from appliance.log import ENGINE
+from appliance.phases import ORDER, Phase
+from appliance.phases import Progress as StartProgress
+from appliance.supervisor import Cause, Watcher
+
+_WORDS = {
+    Phase.IMPORT: "importing vLLM",
+    Phase.CONFIGURE: "reading the model's configuration",
+    Phase.LOAD: "loading weights",
+    Phase.COMPILE: "compiling",
+    Phase.KV_CACHE: "allocating the KV cache",
+    Phase.CAPTURE: "capturing CUDA graphs",
+    Phase.WARM_UP: "warming up",
+    Phase.SERVER: "starting the server",
+}
+
+
+class Terminal(Watcher):
+    """Follows the supervisor; a context manager, because it must give the terminal back in order.
+
+    On a terminal the engine's own lines below WARNING are left out (``--log-level debug`` shows them): the bar
+    says what they say. They stay in the tail that `/status` shows.
+    """
+
+    def __init__(self, log_level: str) -> None:
+        self._console = Console(stderr=True)
+        self._rich = self._console.is_terminal
+        self._all_lines = log_level == "debug"
+        self._url = self._model = ""
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[detail]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end_bar()
+
+    def introduce(self, url: str, model: str) -> None:
+        """Tell what will be served where."""
+        self._url, self._model = url, model
+
+    def log_handler(self) -> logging.Handler:
+        """Where log messages go."""
+        if not self._rich:
+            return logging.StreamHandler(sys.stderr)
+        handler = RichHandler(console=self._console, show_path=False, markup=False, log_time_format="[%X]")
+        handler.addFilter(self._worth_showing)
+        return handler
+
+    def state_changed(self, state: State) -> None:
+        """Show or hide the bar."""
+        if not self._rich:
+            return
+        self._end_bar()
+        if state in (State.PREFLIGHT, State.STARTING, State.DRAINING):
+            self._bar.start()
+            words = {State.PREFLIGHT: "checking", State.STARTING: "starting", State.DRAINING: "stopping"}[state]
+            self._task = self._bar.add_task(words, total=None, detail="")
+
+    def progressed(self, progress: StartProgress) -> None:
+        """Move the bar, or write a line."""
+        percent = "" if progress.percent is None else f"{progress.percent}%"
+        if self._rich and self._task is not None:
+            done = ORDER[progress.phase] + (progress.percent or 0) / 100
+            self._bar.update(
+                self._task, description=_WORDS[progress.phase], completed=done, total=len(ORDER), detail=percent
+            )
+        elif not self._rich and progress.percent in (None, 100):
+            logging.getLogger(__name__).info("%s %s", _WORDS[progress.phase], percent)
+
+    def became_ready(self, seconds: float) -> None:
+        """Say where the model is served, and how to try it."""
+        self._end_bar()
+        self._console.print(f"ready after {seconds:.1f} s: {self._model} at {self._url}/v1", highlight=False)
+        body = f'{{"model": "{self._model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+        line = f"curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def restarting(self, cause: Cause) -> None:
+        """The log says it."""
+
+    def _end_bar(self) -> None:
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+            self._task = None
+            self._bar.stop()
+
+    def _worth_showing(self, record: logging.LogRecord) -> bool:
+        return self._all_lines or record.name != ENGINE or record.levelno >= logging.WARNING

