@@ -72,7 +72,10 @@ def _watch(engine: int, grace: float, waker: int) -> tuple[int, bool]:
         pid, status = _poll(engine)
         if pid == engine:
             return _exit_code(status), killed
-        readable, _, _ = select.select(watched, [], [], None if deadline is None else _REPEAT_SECONDS)
+        timeout = None
+        if deadline is not None and not killed:
+            timeout = min(_REPEAT_SECONDS, max(0.0, deadline - time.monotonic()))
+        readable, _, _ = select.select(watched, [], [], timeout)
         numbers = os.read(waker, 64) if waker in readable else b""
         stop = signal.SIGTERM in numbers
         if _SUPERVISOR in readable and not os.read(_SUPERVISOR, 64):
@@ -83,7 +86,7 @@ def _watch(engine: int, grace: float, waker: int) -> tuple[int, bool]:
         killed = killed or signal.SIGINT in numbers or (deadline is not None and time.monotonic() >= deadline)
         if killed:
             os.kill(engine, signal.SIGKILL)
-        elif deadline is not None and signal.SIGCHLD not in numbers:
+        elif deadline is not None and (stop or not readable):
             os.kill(engine, signal.SIGTERM)
 
 

@@ -20,7 +20,8 @@ _EXCEPTION = re.compile(r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Z]\w*)(?:: ?(?P<messag
 _USAGE_ERROR = re.compile(r"^(?:vllm|api_server\.py|entry\.py)[\w ]*: error: (?P<message>.*)$")
 _NATIVE_CRASH = re.compile(
     r"terminate called after throwing|Fatal Python error|Segmentation fault|what\(\):|"
-    r"error while loading shared libraries|No module named|CUDA error|out of memory|core dumped|(?:exited|died) unexpectedly"
+    r"error while loading shared libraries|No module named|CUDA error|out of memory|core dumped|"
+    r"(?:exited|died) unexpectedly"
 )
 _LONGEST = 400
 

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import uvicorn
 import uvloop
@@ -19,7 +19,7 @@ from appliance.metrics import Metrics
 from appliance.processes import become_subreaper
 from appliance.proxy import Proxy
 from appliance.settings import Settings, engine_environment
-from appliance.supervisor import Supervisor
+from appliance.supervisor import Supervisor, Watcher
 from appliance.tally import Tally, remove_leftovers
 from appliance.terminal import Terminal
 
@@ -47,8 +47,42 @@ def serve(settings: Settings) -> None:
     terminal = Terminal(settings.log_level)
     with logging_to(terminal.log_handler(), settings.log_level, redactor), terminal:
         preflight.check_settings(settings)
-        with _listen(settings.host, settings.port) as listener:
+        with listen(settings.host, settings.port) as listener:
             uvloop.run(_run(settings, environment, redactor, listener, terminal))
+
+
+class Stack:
+    """Supervisor, metrics, proxy and HTTP server of one appliance, connected with each other."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        environment: dict[str, str],
+        listener: socket.socket,
+        watchers: Sequence[Watcher] = (),
+        redactor: Redactor | None = None,
+    ) -> None:
+        self.url = _url(listener)
+        self.metrics = Metrics(Tally(Supervisor.stats_dir_of(settings)))
+        self.supervisor = Supervisor(settings, environment, [self.metrics, *watchers], redactor)
+        reporter = Reporter(self.supervisor, self.metrics, served_name(settings), self.url)
+        proxy = Proxy(self.supervisor, self.metrics, settings.max_body_mib << 20)
+        api = build_api(self.supervisor, self.metrics, reporter)
+        self._server = _Server(_config(Appliance(api, proxy)))
+        self._listener = listener
+
+    async def run(self) -> None:
+        """Serve until the supervisor has ended; answers that are being written may end too.
+
+        Raises:
+            ApplianceError: the engine can't be started, or not be kept up.
+        """
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="http")
+        try:
+            await self.supervisor.run()
+        finally:
+            self._server.should_exit = True
+            await serving
 
 
 async def _run(
@@ -60,22 +94,12 @@ async def _run(
 ) -> None:
     become_subreaper()
     remove_leftovers(settings.stats_dir)
-    metrics = Metrics(Tally(Supervisor.stats_dir_of(settings)))
-    supervisor = Supervisor(settings, environment, [metrics, terminal], redactor)
-    url = _url(listener)
-    reporter = Reporter(supervisor, metrics, served_name(settings), url)
-    terminal.introduce(url, served_name(settings))
-    proxy = Proxy(supervisor, metrics, settings.max_body_mib << 20)
-    server = _Server(_config(Appliance(build_api(supervisor, metrics, reporter), proxy)))
-    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    stack = Stack(settings, environment, listener, [terminal], redactor)
+    terminal.introduce(stack.url, served_name(settings))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, supervisor.stop)
-    try:
-        await supervisor.run()
-    finally:
-        server.should_exit = True
-        await serving
+        loop.add_signal_handler(number, stack.supervisor.stop)
+    await stack.run()
 
 
 def _config(app: Appliance) -> uvicorn.Config:
@@ -91,7 +115,7 @@ def _config(app: Appliance) -> uvicorn.Config:
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Take the port now: a port that is only looked at may be another's by the time it is needed.
 
     Raises:

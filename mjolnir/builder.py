@@ -56,7 +56,7 @@ class BuilderMixin(AttentionMetadataBuilder):
         self.fixed_reason = _fixed_reason(reason, self.settings, self.is_draft)
         if self.fixed_reason is not None:
             # Captured as the fallback is: the class, which does not know the layers, may have promised more.
-            self.get_cudagraph_support = super().get_cudagraph_support
+            self.get_cudagraph_support = super().get_cudagraph_support  # type: ignore[method-assign]
         self.runner: DecodeRunner | None = None
         if self.fixed_reason is None:
             self.runner = create_runner(_runner_config(kv_cache_spec, layers or {}, vllm_config, device, self.settings))

@@ -183,7 +183,9 @@ def assert_arithmetic(step: Step, out: torch.Tensor, lse: torch.Tensor | None, *
     rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[step.case.out_dtype]
     largest = step.largest_value() * float(torch.as_tensor(scales.get("v_scale", 1.0)).abs().max())
     error = (out.double() - expected).abs()
-    assert bool((error <= ARITHMETIC * largest + rounding * (expected.abs() + ARITHMETIC * largest)).all()), float(error.max())
+    assert bool((error <= ARITHMETIC * largest + rounding * (expected.abs() + ARITHMETIC * largest)).all()), float(
+        error.max()
+    )
     if lse is not None:
         dead = expected_lse == -math.inf
         assert torch.equal(lse == -math.inf, dead)
@@ -634,7 +636,8 @@ def test_query_tile(rows, tile):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "q_len", "slots"), [(4, 4, 1, 10), (4, 4, 4, 10), (2, 16, 4, 10), (8, 1, 1, 5), (1, 16, 1, 40)]
+    ("kv_heads", "group", "q_len", "slots"),
+    [(4, 4, 1, 10), (4, 4, 4, 10), (2, 16, 4, 10), (8, 1, 1, 5), (1, 16, 1, 40)],
 )
 def test_slots_count_query_tiles(kv_heads, group, q_len, slots):
     config = Case(lengths=(1,), kv_heads=kv_heads, group=group).config()

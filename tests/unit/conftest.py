@@ -21,11 +21,13 @@ def backend_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureF
     """Every record of the backend's logger; vLLM, once imported, keeps it from the root's handlers."""
     logger = logging.getLogger("vllm.mjolnir")
     before = logger.propagate, logger.level
-    logger.propagate, logger.level = False, logging.DEBUG
+    logger.propagate = False
+    logger.setLevel(logging.DEBUG)
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
-    logger.propagate, logger.level = before
+    logger.propagate = before[0]
+    logger.setLevel(before[1])
 
 
 @pytest.fixture

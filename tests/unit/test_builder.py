@@ -172,7 +172,17 @@ def test_steps_add_up():
     }
 
 
-@pytest.mark.parametrize(("query_lens", "kind"), [([1, 1], MjolnirMetadata), ([4, 3], TorchReferenceMetadata)])
+@pytest.mark.parametrize(
+    ("query_lens", "kind"),
+    [
+        ([1, 1], MjolnirMetadata),
+        pytest.param(
+            [4, 3],
+            TorchReferenceMetadata,
+            marks=pytest.mark.xfail(reason="vLLM's capture method calls build, which counts", strict=True),
+        ),
+    ],
+)
 def test_capture_is_classified_alike_and_not_counted(query_lens, kind):
     target = make(speculative=3)
     assert type(target.build_for_cudagraph_capture(cam(query_lens))) is kind

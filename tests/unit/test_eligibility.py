@@ -132,9 +132,7 @@ def test_first_rule_gives_the_reason(first):
     assert group.reason() == RULES[first][2]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "reason"), [rule[1:] for rule in LAYER_RULES], ids=[rule[0] for rule in LAYER_RULES]
-)
+@pytest.mark.parametrize(("spoil", "reason"), [rule[1:] for rule in LAYER_RULES], ids=[rule[0] for rule in LAYER_RULES])
 def test_layer_rule(spoil, reason):
     group = Group()
     spoil(group)
@@ -183,7 +181,9 @@ def test_other_block_sizes(block_size):
     assert group.reason() == f"block size {block_size} is not one of 16, 32, 64, 128"
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4"])
+@pytest.mark.parametrize(
+    "dtype", ["auto", "bfloat16", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4"]
+)
 def test_other_cache_dtypes(dtype):
     """``fp8_e5m2`` and ``fp8_per_token_head`` begin as ours do: a test of the prefix would take them."""
     group = Group()
@@ -284,9 +284,7 @@ def test_real_quant_modes_but_one_are_refused():
         if group.reason() is None:
             taken.append(mode.name)
         else:
-            assert (
-                group.reason() == f"kv cache dtype of this group is {mode.name.lower()}, not fp8 per tensor"
-            )
+            assert group.reason() == f"kv cache dtype of this group is {mode.name.lower()}, not fp8 per tensor"
     assert taken == ["FP8_PER_TENSOR"]
 
 

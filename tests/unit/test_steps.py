@@ -103,9 +103,7 @@ def test_kinds_of_a_drafters_steps(query_lens, causal, kind):
 
 def is_uniform(query_lens: list[int], q_len: int) -> bool:
     """Written as the rule reads: some requests of ``q_len`` tokens, then only padding."""
-    return any(
-        query_lens == [q_len] * live + [0] * (len(query_lens) - live) for live in range(len(query_lens) + 1)
-    )
+    return any(query_lens == [q_len] * live + [0] * (len(query_lens) - live) for live in range(len(query_lens) + 1))
 
 
 @settings(deadline=None)

@@ -45,8 +45,7 @@ def test_directory_that_can_not_be_written_is_one_warning(monkeypatch, tmp_path,
     assert [(record.levelname, record.getMessage()) for record in backend_log.records] == [
         (
             "WARNING",
-            "Mjolnir: steps are counted but can't be read from outside: "
-            f"Not a directory: {tmp_path}/file/stats",
+            f"Mjolnir: steps are counted but can't be read from outside: Not a directory: {tmp_path}/file/stats",
         )
     ]
 
