@@ -136,16 +136,16 @@ class Engine:
 
     async def _watch(self, keeper: asyncio.subprocess.Process) -> int:
         reader = asyncio.create_task(self._read(keeper), name="engine-log")
-        code = await keeper.wait()
-        if code < 0:  # the keeper itself was killed: what it kept is ours now, see become_subreaper
-            await asyncio.to_thread(end, self._strays, 0.0)
-            code = 128 - code
+        await _ended(keeper.pid)
+        # A keeper that was itself killed has left its processes to us, see become_subreaper.
+        await asyncio.to_thread(end, self._strays, 0.0)
         # Nobody holds the log's other end any more, unless a process is stuck in the kernel.
         await asyncio.wait({reader}, timeout=2.0)
         reader.cancel()
         if keeper.stdin is not None:
             keeper.stdin.close()
-        return code
+        code = await keeper.wait()
+        return code if code >= 0 else 128 - code
 
     async def _read(self, keeper: asyncio.subprocess.Process) -> None:
         if keeper.stdout is None:
@@ -174,6 +174,25 @@ class Engine:
         if self._keeper is None:
             raise EngineError("the engine was never started")
         return self._keeper
+
+
+async def _ended(pid: int) -> None:
+    """Wait until a process has ended.
+
+    ``Process.wait`` also waits for the pipes, which an orphan of the process may hold open for ever.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 def describe_exit(code: int) -> str:

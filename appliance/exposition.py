@@ -7,8 +7,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 _HEADER = re.compile(rf"# (?:HELP|TYPE) (?P<name>{_NAME})(?: .*)?")
+_LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\]|\\.)*"'
 _SAMPLE = re.compile(
-    rf'(?P<name>{_NAME})(?:\{{(?:[^"}}]|"(?:[^"\\]|\\.)*")*\}})? +'
+    rf"(?P<name>{_NAME})(?:\{{(?:{_LABEL}(?:,{_LABEL})*,?)?\}})? +"
     r"(?:[+-]?(?:Inf|NaN|[0-9.]+(?:[eE][+-]?[0-9]+)?))(?: -?[0-9]+)?"
 )
 _SUFFIXES = ("_bucket", "_count", "_sum", "_total", "_created", "_info")

@@ -24,6 +24,7 @@ class Phase(StrEnum):
 
 ORDER = {phase: position for position, phase in enumerate(Phase)}
 
+_HEAD = 400  # characters of a line that are looked at: a flood of long lines must not cost more than short ones
 _PERCENT = r"[^\r\n]*?(?P<percent>\d{1,3})%"
 _LINES: tuple[tuple[re.Pattern[str], Phase], ...] = tuple(
     (re.compile(pattern), phase)
@@ -60,8 +61,9 @@ class Progress:
 
 def parse(line: str) -> Progress | None:
     """What a log line says about the start, if anything."""
+    head = line[:_HEAD]
     for pattern, phase in _LINES:
-        match = pattern.search(line)
+        match = pattern.search(head)
         if match:
             percent = match.groupdict().get("percent")
             return Progress(phase, min(100, int(percent)) if percent else None)
@@ -88,7 +90,7 @@ class ProgressTracker:
         if seen is not None and self._is_news(seen):
             self.progress = seen
             return True
-        shape = hash(re.sub(r"\d+", "0", line))
+        shape = hash(re.sub(r"\d+", "0", line[:_HEAD]))
         if shape in self._shapes:
             return False
         if len(self._shapes) < self.MOST_LINES:

@@ -145,6 +145,11 @@ class Supervisor:
         """The present state."""
         return self._state
 
+    @property
+    def engine_pid(self) -> int | None:
+        """Root of the engine's processes."""
+        return self._engine.pid if self._engine else None
+
     def status(self, lines: int = 50) -> Status:
         """The present state with all that led to it."""
         return Status(

@@ -93,10 +93,14 @@ class Terminal(Watcher):
     def became_ready(self, seconds: float) -> None:
         """Say where the model is served, and how to try it."""
         self._end_bar()
-        self._console.print(f"ready after {seconds:.1f} s: {self._model} at {self._url}/v1", highlight=False)
         body = f'{{"model": "{self._model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-        line = f"curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(
+            f"ready after {seconds:.1f} s: {self._model} at {self._url}/v1\n"
+            f"curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
     def restarting(self, cause: Cause) -> None:
         """The log says it."""

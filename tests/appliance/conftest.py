@@ -23,13 +23,11 @@ FAKE = Path(__file__).with_name("fake_engine.py")
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No MJOLNIR_ variable or .env of the developer's reaches a test."""
     for name in [name for name in os.environ if name.startswith("MJOLNIR_")]:
         monkeypatch.delenv(name)
-    work = tmp_path / "cwd"
-    work.mkdir()
-    monkeypatch.chdir(work)
+    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
 
 
 def write_safetensors(path: Path, data: bytes = b"\0" * 8) -> None:

@@ -92,7 +92,13 @@ class FakeEngine:
         """What arrived: headers as they were, and the length and text of the body."""
         body = await request.read()
         headers = [[n.decode("latin-1").lower(), v.decode("latin-1")] for n, v in request.raw_headers]
-        extra = [("Connection", "x-hop"), ("X-Hop", "1"), ("X-Kept", "yes"), ("X-Request-Id", "engine"), ("Server", "f")]
+        extra = [
+            ("Connection", "x-hop"),
+            ("X-Hop", "1"),
+            ("X-Kept", "yes"),
+            ("X-Request-Id", "engine"),
+            ("Server", "f"),
+        ]
         answer = {"headers": headers, "bytes": len(body), "path": request.raw_path}
         return web.json_response(answer, headers=extra)
 
@@ -173,8 +179,10 @@ def before_ready(flags: argparse.Namespace) -> None:
         say("")
     sys.stderr.write("\rLoading safetensors checkpoint shards:  50% Completed | 1/2 [00:00<00:00]")
     sys.stderr.write("\rLoading safetensors checkpoint shards: 100% Completed | 2/2 [00:00<00:00]\n")
-    say("(EngineCore pid=11) INFO 12-01 04:06:58 [core.py:9] init engine (profile, create kv cache, "
-        "warmup model) took 0.1 s")
+    say(
+        "(EngineCore pid=11) INFO 12-01 04:06:58 [core.py:9] init engine (profile, create kv cache, "
+        "warmup model) took 0.1 s"
+    )
 
 
 async def serve(flags: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize(("state", "event"), product(State, Event))
+@pytest.mark.parametrize(("state", "event"), list(product(State, Event)))
 def test_every_pair_of_state_and_event(state, event):
     following = EXPECTED[state].get(event)
     if following is None:

@@ -9,7 +9,7 @@ import pytest
 from appliance.lifecycle import State
 from appliance.proxy import ROUTES
 
-TEXT = ["data: {\"a\": \"ü\"}\n\n", "data: half", " an event\n\n", ": comment\r\n\r\n", "\0\x7f", "data: [DONE]\n\n"]
+TEXT = ['data: {"a": "ü"}\n\n', "data: half", " an event\n\n", ": comment\r\n\r\n", "\0\x7f", "data: [DONE]\n\n"]
 
 
 async def raw(url: str, request: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -47,7 +47,9 @@ async def test_a_stream_is_passed_on_byte_for_byte(ready):
 
 
 async def test_a_chunk_does_not_wait_for_the_next_one(ready):
-    async with ready.http.post("/v1/completions", json={"script": {"chunks": ["data: 1\n\n"], "hang": True}}) as response:
+    async with ready.http.post(
+        "/v1/completions", json={"script": {"chunks": ["data: 1\n\n"], "hang": True}}
+    ) as response:
         assert await asyncio.wait_for(response.content.readany(), 10) == b"data: 1\n\n"
 
 
@@ -185,7 +187,9 @@ async def test_an_engine_that_dies_before_it_answers_is_a_502(ready):
 
 async def test_an_engine_that_dies_in_a_plain_answer_cuts_the_connection(ready):
     """Ending the response in order would pass half an answer off as a whole one."""
-    body = json.dumps({"script": {"type": "application/json", "chunks": ['{"half":'], "gap": 0.05, "die": True}}).encode()
+    body = json.dumps(
+        {"script": {"type": "application/json", "chunks": ['{"half":'], "gap": 0.05, "die": True}}
+    ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     status, headers, answer = await raw(ready.url, head + body)
     assert (status, headers["transfer-encoding"]) == (200, "chunked")

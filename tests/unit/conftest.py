@@ -33,7 +33,7 @@ def backend_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureF
 @pytest.fixture
 def stats_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Directory of this test's counters file; the process starts with none."""
-    from mjolnir import telemetry  # noqa: PLC0415  (only for the tests that count)
+    from mjolnir import telemetry
 
     directory = tmp_path / "stats"
     monkeypatch.setenv("MJOLNIR_STATS_DIR", str(directory))

@@ -391,7 +391,7 @@ def test_layers_that_vllm_does_not_know_make_the_group_ineligible(known):
 
 
 def test_vllm_without_the_lookup_makes_the_group_ineligible(monkeypatch):
-    import sys  # noqa: PLC0415
+    import sys
 
     monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.attention_layer_base", None)
     assert attention_layers(make_config(), ["layers.0"]) is None

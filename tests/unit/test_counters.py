@@ -391,11 +391,12 @@ def test_no_space_left(tmp_path, monkeypatch):
 @pytest.fixture
 def tiny_tmpfs(tmp_path):
     """A tmpfs with less room than a counters file, where this user may mount one."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(tmp_path)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+    mount, umount = shutil.which("mount"), shutil.which("umount")
+    command = [mount, "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(tmp_path)]
+    if not mount or not umount or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("mounting is not permitted")
     yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
+    subprocess.run([umount, str(tmp_path)], check=True)
 
 
 def test_full_tmpfs(tiny_tmpfs):
@@ -413,7 +414,7 @@ def test_room_is_allocated_not_a_hole(written):
 
 
 def test_groups_come_back_with_their_reasons(written):
-    groups = (GROUP, GroupInfo("language.layers.1 – é", "auto", 96, 128, "FLASHINFER", "head_size 96 is not one of"))
+    groups = (GROUP, GroupInfo("language.layers.1 é", "auto", 96, 128, "FLASHINFER", "head_size 96 is not one of"))
     written.set_groups(groups)
     assert read(written.path).groups == groups
     written.set_groups(groups[:1])

@@ -257,7 +257,7 @@ def test_layer_that_shares_another_ones_cache_is_eligible():
 
 
 def real_spec(**changes):
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode  # noqa: PLC0415
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
     values = {
         "block_size": 16,
@@ -276,7 +276,7 @@ def test_real_fp8_spec_is_eligible():
 
 
 def test_real_quant_modes_but_one_are_refused():
-    from vllm.v1.kv_cache_interface import KVQuantMode  # noqa: PLC0415
+    from vllm.v1.kv_cache_interface import KVQuantMode
 
     group, taken = Group(), []
     for mode in KVQuantMode:
@@ -290,7 +290,7 @@ def test_real_quant_modes_but_one_are_refused():
 
 def test_group_that_skips_the_cache_quantisation_is_refused():
     """--kv-cache-dtype-skip-layers: the global dtype says fp8, this group's pages hold bf16."""
-    from vllm.v1.kv_cache_interface import KVQuantMode  # noqa: PLC0415
+    from vllm.v1.kv_cache_interface import KVQuantMode
 
     group = Group()
     group.spec = real_spec(dtype=torch.bfloat16, kv_quant_mode=KVQuantMode.NONE)
@@ -300,7 +300,7 @@ def test_group_that_skips_the_cache_quantisation_is_refused():
 
 
 def test_our_cache_dtypes_are_vllms_per_tensor_mode():
-    from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode  # noqa: PLC0415
+    from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
     assert {get_kv_quant_mode(name) for name in eligibility.T5_KV_DTYPES} == {KVQuantMode.FP8_PER_TENSOR}
 
@@ -323,7 +323,7 @@ def test_real_spec_fields_are_named_as_the_rules_read_them(changes, reason):
 
 
 def test_real_sliding_window_spec_is_refused():
-    from vllm.v1.kv_cache_interface import KVQuantMode, SlidingWindowSpec  # noqa: PLC0415
+    from vllm.v1.kv_cache_interface import KVQuantMode, SlidingWindowSpec
 
     group = Group()
     group.spec = SlidingWindowSpec(
@@ -338,7 +338,7 @@ def test_real_sliding_window_spec_is_refused():
 
 
 def test_real_attention_types():
-    from vllm.v1.attention.backend import AttentionType  # noqa: PLC0415
+    from vllm.v1.attention.backend import AttentionType
 
     group = Group()
     group.layer.attn_type = AttentionType.DECODER

@@ -173,7 +173,7 @@ def backend(monkeypatch):
 
 
 def flash_attention_answers(monkeypatch, answer: bool) -> list[tuple[tuple[object, ...], dict[str, object]]]:
-    from vllm.v1.attention.backends import fa_utils  # noqa: PLC0415
+    from vllm.v1.attention.backends import fa_utils
 
     signature, calls = inspect.signature(fa_utils.flash_attn_supports_kv_cache_dtype), []
 
@@ -208,7 +208,7 @@ def test_flash_attention_that_reads_the_cache_is_asked_the_rest(monkeypatch, bac
 
 
 def test_validation_is_asked_in_vllms_terms(backend):
-    from vllm.v1.attention.backend import AttentionBackend  # noqa: PLC0415
+    from vllm.v1.attention.backend import AttentionBackend
 
     needs = ModelNeeds("cuda", 64, torch.float16, "fp8", block_size=128)
     assert fallback._refusal("FLASHINFER", needs) is None
@@ -232,9 +232,9 @@ def test_backend_that_can_not_be_imported_is_not_installed(monkeypatch):
 
 def test_cpu_without_a_config_still_gets_the_reference_backend():
     """This machine: vLLM's CPU build, no model yet."""
-    from vllm.platforms import current_platform  # noqa: PLC0415
+    from vllm.platforms import current_platform
 
-    from mjolnir.reference.backend import TorchReferenceBackend  # noqa: PLC0415
+    from mjolnir.reference.backend import TorchReferenceBackend
 
     if not current_platform.is_cpu():
         pytest.skip("vLLM's CPU build only")
@@ -242,7 +242,7 @@ def test_cpu_without_a_config_still_gets_the_reference_backend():
 
 
 def test_needs_come_from_the_config_context(monkeypatch):
-    import vllm.config  # noqa: PLC0415
+    import vllm.config
 
     model = SimpleNamespace(get_head_size=lambda: 96, dtype=torch.float16)
     cache = SimpleNamespace(cache_dtype="fp8_e4m3", block_size=32, user_specified_block_size=True)

@@ -300,7 +300,7 @@ def test_other_abilities_that_a_fallback_may_have():
 
 def test_names_of_the_fusions_are_vllms():
     """An override of a name that vLLM does not ask for would refuse nothing."""
-    from vllm.v1.attention.backend import AttentionImpl  # noqa: PLC0415
+    from vllm.v1.attention.backend import AttentionImpl
 
     for name in vars(impl_module.ImplMixin):
         if name.startswith("fused_") or name == "can_return_lse_for_decode":

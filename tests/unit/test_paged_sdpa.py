@@ -222,7 +222,7 @@ SINKS = torch.tensor([0.0, 2.0, -3.0, 5.0])
         {"sinks": SINKS, "soft_cap": 2.0},
         {"sinks": SINKS, "slopes": SLOPES, "window": 7, "soft_cap": 2.0},
     ],
-    ids=lambda rules: "+".join(rules),
+    ids="+".join,
 )
 @pytest.mark.parametrize(("seq_lens", "query_lens"), [([20, 9, 33], [1, 9, 5]), ([12], [12])])
 def test_alibi_and_sinks(rules, seq_lens, query_lens, float8):

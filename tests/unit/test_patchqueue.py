@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from appliance import patchqueue
-from appliance.errors import PatchError
 from appliance.patchformat import blob_id, parse_patch, render_diff
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -163,7 +163,7 @@ def test_native_member_is_told_from_the_alias(request, kind, native, registered)
     request.getfixturevalue(kind)
     if registered:
         mjolnir.register()
-    from mjolnir import plugin  # noqa: PLC0415
+    from mjolnir import plugin
 
     assert plugin.has_native_member() is native
 
@@ -211,7 +211,7 @@ def test_registering_without_vllm_is_a_warning_on_standard_error():
 
 
 def test_entry_point_is_what_vllm_looks_for():
-    from importlib.metadata import entry_points  # noqa: PLC0415
+    from importlib.metadata import entry_points
 
     (entry,) = [entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "mjolnir"]
     assert entry.value == "mjolnir:register"

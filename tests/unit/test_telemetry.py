@@ -81,6 +81,7 @@ telemetry.process_counters().t5_step(StepKind.DECODE, 1)
 child = os.fork()
 if not child:
     telemetry.process_counters().t5_step(StepKind.VERIFY, 1)
+    telemetry.publish_group(GroupInfo("childs", "fp8", 64, 16, "TORCH_REF"))
     os._exit(0)
 os.waitpid(child, 0)
 telemetry.process_counters().t5_step(StepKind.DECODE, 1)
@@ -97,7 +98,7 @@ def test_forked_child_counts_in_a_file_of_its_own(stats_dir):
     assert (parent.counters["t5:decode"], parent.counters["t5:verify"]) == (2, 0)
     assert (child.counters["t5:decode"], child.counters["t5:verify"]) == (0, 1)
     assert [info.group for info in parent.groups] == ["parents"]
-    assert child.groups == ()
+    assert [info.group for info in child.groups] == ["childs"]
 
 
 def test_counting_needs_no_vllm():
