@@ -1,0 +1,53 @@
+"""docs/results.md, generated from ``docs/results/*.json``: ``python -m mjolnir.bench.tables docs`` writes it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+HEADING = """# Figures
+
+Generated from `docs/results/*.json` by `scripts/bench tables`; each part names the command that measures it again.
+A ratio compares two things measured in turns in one run; a time on a CPU by itself says little about another machine.
+"""
+
+
+def render(results: Path) -> str:
+    """The whole page, in Markdown.
+
+    Args:
+        results: folder of the result files.
+    """
+    documents = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    return "\n".join([HEADING, *map(_section, documents)])
+
+
+def _section(document: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    columns = list(dict.fromkeys(name for row in document["rows"] for name in row))
+    lines = [
+        f"## {document['what'][0].upper()}{document['what'][1:]}",
+        "",
+        f"`{document['command']}`, {document['date']}, {document['machine']}; {versions}.",
+        "",
+        f"| {' | '.join(columns)} |",
+        f"|{'---|' * len(columns)}",
+        *(f"| {' | '.join(_cell(row.get(column)) for column in columns)} |" for row in document["rows"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def main() -> None:
+    """Write ``results.md`` into the folder given on the command line."""
+    docs = Path(sys.argv[1])
+    (docs / "results.md").write_text(render(docs / "results"))
+
+
+if __name__ == "__main__":
+    main()

