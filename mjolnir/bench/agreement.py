@@ -5,19 +5,20 @@ the two best tokens are nearly even, and from there on say different things, so 
 are, up to and with the first difference, the log-probabilities: of the chosen token where both chose the same, and
 at the first difference how far ahead the reference's choice was.
 
-What a difference may be blamed on is measured beside it. vLLM's own CPU kernel over an fp8 cache shows what the cache
-format alone does to the margin between the two best tokens; the reference itself with another batch size shows the
-noise floor of bf16 arithmetic.
+What a difference may be blamed on is measured beside it: what the cache format alone does to the margin between the two
+best tokens, by the fallback without T5 and by vLLM's own CPU kernel over an fp8 cache (which needs AVX-512); and the
+noise floor of bf16 arithmetic, by the reference itself with another batch size.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Case:
         kv: KV cache dtype.
         batch: requests at a time.
         options: engine options.
+        environment: variables of the engine's process.
     """
 
     name: str
@@ -45,13 +47,15 @@ class Case:
     kv: str
     batch: int
     options: dict[str, Any]
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 # 16 pages of 128 tokens do not hold eight of these sequences: requests are preempted and recomputed.
 TINY_CACHE = {"num_gpu_blocks_override": 16}
 REFERENCE = Case("reference", "CPU_ATTN", "auto", 1, {"enable_prefix_caching": False})
 NOISE = Case("reference, 8 at a time", "CPU_ATTN", "auto", 8, {"enable_prefix_caching": False})
-FORMAT = Case("fp8 cache alone", "CPU_ATTN", "fp8", 1, {"enable_prefix_caching": False})
+STOCK_FP8 = Case("CPU_ATTN over fp8", "CPU_ATTN", "fp8", 1, {"enable_prefix_caching": False})
+FALLBACK = Case("fallback alone", "MJOLNIR", "fp8", 1, {"enable_prefix_caching": False}, {"MJOLNIR_ATTN_DISABLE": "1"})
 CASES = (
     Case("one at a time", "MJOLNIR", "fp8", 1, {"enable_prefix_caching": False}),
     Case("8 at a time", "MJOLNIR", "fp8", 8, {"enable_prefix_caching": False}),
@@ -124,7 +128,7 @@ def generate(model: str, case: Case) -> list[list[Step]]:
     with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
         request = json.dumps({"batch": case.batch, "backend": case.backend, "kv": case.kv, "options": case.options})
         command = [sys.executable, "-m", __spec__.name, "--model", model, "--child", request, answer.name]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, **case.environment})
         texts = json.load(answer)
     return [[Step(token, {int(k): v for k, v in tops.items()}) for token, tops in steps] for steps in texts]
 
@@ -188,7 +192,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[int(share * (len(ordered) - 1))]
 
 
-def measure(model: str, cases: Sequence[Case] = (NOISE, FORMAT, *CASES)) -> list[dict[str, Any]]:
+def measure(model: str, cases: Sequence[Case] = (NOISE, STOCK_FP8, FALLBACK, *CASES)) -> list[dict[str, Any]]:
     """One row a case, each against the reference."""
     reference = generate(model, REFERENCE)
     rows = []
