@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mjolnir import BACKEND_NAME
 from mjolnir.builder import BuilderMixin
+from mjolnir.env import BackendSettings
 from mjolnir.fallback import current_fallback
 from mjolnir.impl import ImplMixin
 from mjolnir.plugin import has_native_member
@@ -51,6 +52,11 @@ class BackendMixin(AttentionBackend):
         """T5's page sizes that the fallback takes too; the fallback's own where there is none."""
         base_sizes = cls.base_backend.get_supported_kernel_block_sizes(kv_cache_spec)
         return intersect_block_sizes(base_sizes)
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Where T5 takes a parallel drafter's blocks, or the fallback does."""
+        return BackendSettings.from_env().noncausal or bool(super().supports_non_causal())
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -46,6 +46,7 @@ class BuilderMixin(AttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)
         self.settings = BackendSettings.from_env()
+        self._capturing = False
         if self.settings.banner:
             banner.show_once(self.settings.config_name)
         if not self.settings.fused_draft:
@@ -77,7 +78,9 @@ class BuilderMixin(AttentionMetadataBuilder):
         base = super().get_cudagraph_support(vllm_config, kv_cache_spec)
         settings = BackendSettings.from_env()
         device_type = vllm_config.device_config.device_type
-        layers: Mapping[str, Any] = {}  # the layers' own rules are asked of the instance
+        # Which layers are in the group is not known here, so one that T5 can't run speaks for all.
+        layers = dict(vllm_config.compilation_config.static_forward_context)
+        layers = {name: layer for name, layer in layers.items() if hasattr(layer, "impl")}
         wanted = _num_speculative_tokens(vllm_config) + 1
         if ineligible_reason(kv_cache_spec, layers, vllm_config, device_type, settings) is not None:
             return base
@@ -93,20 +96,23 @@ class BuilderMixin(AttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Metadata of one step, for T5 or for the fallback; the decision is counted."""
         step = self._classify(common_attn_metadata)
-        counters = telemetry.process_counters()
-        tokens = int(common_attn_metadata.query_start_loc_cpu[common_attn_metadata.num_reqs])
+        if not self._capturing:
+            self._count(step, common_attn_metadata)
         if isinstance(step, T5Step):
-            counters.t5_step(step.kind, tokens)
             return self._t5_metadata(common_attn_metadata, step)
-        counters.fallback_step(step.reason, tokens)
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """Metadata for a capture: classified as every replay of it will be, and not counted."""
-        step = self._classify(common_attn_metadata)
-        if isinstance(step, T5Step):
-            return self._t5_metadata(common_attn_metadata, step)
-        return super().build_for_cudagraph_capture(common_attn_metadata)
+        # Some fallbacks capture by their own build_for_cudagraph_capture, others by calling build again.
+        self._capturing = True
+        try:
+            step = self._classify(common_attn_metadata)
+            if isinstance(step, T5Step):
+                return self._t5_metadata(common_attn_metadata, step)
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._capturing = False
 
     def update_draft_decode_metadata(self, metadata: Any) -> None:
         """Bring a draft step's metadata up to date on the device; recorded inside the draft graph."""
@@ -123,6 +129,14 @@ class BuilderMixin(AttentionMetadataBuilder):
         if self.fixed_reason is not None:
             return FallbackStep(self.fixed_reason)
         return classify(_batch(cam), self.limits)
+
+    def _count(self, step: T5Step | FallbackStep, cam: Any) -> None:
+        counters = telemetry.process_counters()
+        tokens = int(cam.query_start_loc_cpu[cam.num_reqs])
+        if isinstance(step, T5Step):
+            counters.t5_step(step.kind, tokens)
+        else:
+            counters.fallback_step(step.reason, tokens)
 
     def _t5_metadata(self, cam: Any, step: T5Step) -> MjolnirMetadata:
         assert self.runner is not None  # noqa: S101  (T5 steps exist only where there is one)

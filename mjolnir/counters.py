@@ -22,6 +22,7 @@ Layout, little-endian, version 1 (offsets in bytes)::
 """
 
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -130,8 +131,10 @@ class CounterFile:
         self.path: Path | None = None
         self.error: str | None = None
         self._map: mmap.mmap
+        start, boot = 0, bytes(16)
         try:
-            Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+            start, boot = process_start_ticks(pid), boot_id()
+            _make_private(Path(directory))
             path = Path(directory) / f"{pid}-{time.time_ns()}{SUFFIX}"
             self._map = _create(path)
             self.path = path
@@ -139,8 +142,7 @@ class CounterFile:
             self.error = f"{error.strerror or error}: {directory}"
             self._map = mmap.mmap(-1, _FILE_BYTES)
         # The magic goes in last: a reader that comes too early sees a foreign file, not a half-written one.
-        start = process_start_ticks(pid)
-        header = _HEADER.pack(bytes(8), VERSION, pid, start, boot_id(), rank, time.time_ns(), 0, 0, 0)
+        header = _HEADER.pack(bytes(8), VERSION, pid, start, boot, rank, time.time_ns(), 0, 0, 0)
         self._map[: len(header)] = header
         self._map[: len(MAGIC)] = MAGIC
         self._cells = memoryview(self._map).cast("Q")
@@ -210,6 +212,16 @@ def read_all(directory: str | os.PathLike[str]) -> Iterator[tuple[Path, Snapshot
             yield path, error
         except FileNotFoundError:
             continue
+        except OSError as error:
+            yield path, CounterFileError(f"{path}: {error.strerror}")
+
+
+def _make_private(directory: Path) -> None:
+    """Make the directory ours alone; the default one has a name that anyone could have taken first."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.stat()
+    if found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"belongs to user {found.st_uid}")
 
 
 def _create(path: Path) -> mmap.mmap:
@@ -235,15 +247,18 @@ def _parse(mapped: mmap.mmap, name: str) -> Snapshot:
     with memoryview(mapped) as view, view.cast("Q") as cells:
         counters = {counter: cells[index] for counter, index in _INDEX.items()}
         last_step = cells[_LAST_STEP_OFFSET // 8]
-        groups = _groups(mapped, cells)
+        groups = _groups(mapped, cells, name)
     return Snapshot(pid, start, boot, rank, created, last_step, counters, groups)
 
 
-def _groups(mapped: mmap.mmap, cells: memoryview) -> tuple[GroupInfo, ...]:
+def _groups(mapped: mmap.mmap, cells: memoryview, name: str) -> tuple[GroupInfo, ...]:
     """The group table, or nothing while its writer is in the middle of it (the next reading has it)."""
     before = cells[_SEQUENCE_OFFSET // 8]
     length = min(cells[_SEQUENCE_OFFSET // 8 + 1], _GROUPS_BYTES)
     text = mapped[_GROUPS_OFFSET : _GROUPS_OFFSET + length]
     if before % 2 or before != cells[_SEQUENCE_OFFSET // 8] or not text:
         return ()
-    return tuple(GroupInfo(**group) for group in json.loads(text))
+    try:
+        return tuple(GroupInfo(**group) for group in json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise CounterFileError(f"{name}: damaged group table ({error})") from None

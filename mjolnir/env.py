@@ -21,10 +21,16 @@ KV_LAYOUTS = ("BHN2D", "BNH2D", "B2NHD", "B2HND", "2BNHD", "2BHND")
 
 def read(name: str, default: str = "") -> str:
     """Value of a variable, stripped; ``default`` where it is unset or blank under both of its names."""
-    value = os.environ.get(name, "").strip()
-    if not value and name.startswith(PREFIX):
-        value = os.environ.get(LEGACY_PREFIX + name.removeprefix(PREFIX), "").strip()
-    return value or default
+    return os.environ.get(given_name(name), "").strip() or default
+
+
+def given_name(name: str) -> str:
+    """The name under which a variable was given: the older one where only that is set, else the new one."""
+    if not os.environ.get(name, "").strip() and name.startswith(PREFIX):
+        legacy = LEGACY_PREFIX + name.removeprefix(PREFIX)
+        if os.environ.get(legacy, "").strip():
+            return legacy
+    return name
 
 
 def read_bool(name: str, default: bool) -> bool:
@@ -41,7 +47,7 @@ def read_bool(name: str, default: bool) -> bool:
     if value in FALSE_WORDS:
         return False
     accepted = ", ".join(TRUE_WORDS + FALSE_WORDS)
-    raise ConfigurationError(f"{name}={value!r}: not a switch; accepted: {accepted}")
+    raise ConfigurationError(f"{given_name(name)}={value!r}: not a switch; accepted: {accepted}")
 
 
 def read_int(name: str, default: int, minimum: int) -> int:
@@ -58,7 +64,7 @@ def read_int(name: str, default: int, minimum: int) -> int:
     except ValueError:
         number = minimum - 1
     if number < minimum:
-        raise ConfigurationError(f"{name}={value!r}: accepted: a whole number, {minimum} or more")
+        raise ConfigurationError(f"{given_name(name)}={value!r}: accepted: a whole number, {minimum} or more")
     return number
 
 
@@ -73,7 +79,7 @@ def read_choice(name: str, choices: dict[str, str], default: str) -> str:
         return default
     by_lower_case = {word.lower(): canonical for word, canonical in choices.items()}
     if value.lower() not in by_lower_case:
-        raise ConfigurationError(f"{name}={value!r}: accepted: {', '.join(choices)}")
+        raise ConfigurationError(f"{given_name(name)}={value!r}: accepted: {', '.join(choices)}")
     return by_lower_case[value.lower()]
 
 

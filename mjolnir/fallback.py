@@ -73,6 +73,10 @@ def choose(explicit: str, needs: ModelNeeds | None, refusal: Callable[[str, Mode
                 f"accepted: {TORCH_REF}"
             )
         return Choice(TORCH_REF, "the only fallback on a CPU")
+    if explicit == TORCH_REF:
+        raise ConfigurationError(
+            f"MJOLNIR_ATTN_FALLBACK={TORCH_REF}: is for CPUs; accepted: a stock backend, as {', '.join(GPU_ORDER)}"
+        )
     if explicit:
         return Choice(explicit, "chosen by MJOLNIR_ATTN_FALLBACK")
     if needs is None:

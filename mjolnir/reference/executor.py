@@ -35,6 +35,7 @@ class ItemGroup:
         live_bits: (items, 1, row_groups * ROW_GROUP, 1) int64, all bits set for a token of the item, none for one
             past its end; None where all items are equally long.
         hidden: (items, 1, query rows, tokens) bool, keys that a query row must not see; None where it sees all.
+        causal_tail: whether rows of one item differ in what they see.
     """
 
     seq: torch.Tensor
@@ -43,6 +44,7 @@ class ItemGroup:
     tokens: int
     live_bits: torch.Tensor | None
     hidden: torch.Tensor | None
+    causal_tail: bool
     _chunk_indices: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
 
     def chunk_index(self, heads: int, page_stride: int, head_stride: int) -> torch.Tensor:
@@ -213,7 +215,7 @@ class TorchRunner:
             hidden = ((key + begin[:, None])[:, None, :] > last_visible[:, :, None])[:, None]
             hidden = hidden | dead[:, None, None, :]
         live_bits = (row_dead.long() - 1)[:, None, :, None] if any_dead else None
-        return ItemGroup(seq, pages[:, None], rows[:, None], tokens, live_bits, hidden)
+        return ItemGroup(seq, pages[:, None], rows[:, None], tokens, live_bits, hidden, causal_q_len > 1)
 
 
 def _similar_runs(tiles: list[int]) -> list[tuple[int, int]]:
@@ -263,6 +265,16 @@ def _scores(group: ItemGroup, packed: torch.Tensor, keys: torch.Tensor, factor: 
     return scores
 
 
+def _weighted(group: ItemGroup, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Sum of the values by their weights; a NaN in a value that a row does not see stays out of that row."""
+    o = torch.matmul(weights, values)
+    if group.causal_tail and group.hidden is not None and bool(o.isnan().any()):
+        # The product has made NaN of 0 * NaN: a draft token's NaN would spoil the tokens ahead of it.
+        seen = torch.where(group.hidden[..., None], 0.0, weights[..., None] * values[:, :, None])
+        return seen.sum(dim=-2)
+    return o
+
+
 def _attend_group(
     group: ItemGroup, packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, factor: float
 ) -> torch.Tensor:
@@ -278,7 +290,7 @@ def _attend_group(
     Returns:
         (items, num_kv_heads, rows, head_size) float32.
     """
-    o = torch.matmul(torch.softmax(_scores(group, packed, keys, factor), dim=-1), values)
+    o = _weighted(group, torch.softmax(_scores(group, packed, keys, factor), dim=-1), values)
     return o if factor == 1.0 else o.mul_(factor)
 
 
@@ -296,7 +308,7 @@ def _attend_part(
     maximum = scores.amax(dim=-1, keepdim=True)
     # Relative to 0 where no key is visible: every weight is then exp(-inf) = 0, not exp(-inf + inf).
     weights = scores.sub_(_finite(maximum)).exp_()
-    o = torch.matmul(weights, values)
+    o = _weighted(group, weights, values)
     return o if factor == 1.0 else o.mul_(factor), maximum, weights.sum(dim=-1, keepdim=True)
 
 

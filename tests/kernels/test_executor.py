@@ -85,7 +85,7 @@ class Step:
         shape = (pages, case.page_size, case.kv_heads, case.head_size)
         self.k = torch.full(shape, NAN_BYTE, dtype=torch.uint8)
         self.v = torch.full(shape, NAN_BYTE, dtype=torch.uint8)
-        width = max(counts) + 2
+        width = max(1, max(counts) + case.seed % 3)  # some end right behind the longest sequence
         self.block_table = torch.tensor([OUT_OF_RANGE[page % 2] for page in range(width)], dtype=torch.int32)
         self.block_table = self.block_table.repeat(len(counts), 1)
         for seq, (length, count) in enumerate(zip(case.lengths, counts, strict=True)):
@@ -327,9 +327,7 @@ def test_nan_in_the_query_stays_in_its_sequence_and_head(q_dtype):
 
 
 @pytest.mark.parametrize("max_splits", [1, 16])
-@pytest.mark.parametrize(
-    "half", ["k", pytest.param("v", marks=pytest.mark.xfail(reason="0 * NaN in the product with V", strict=True))]
-)
+@pytest.mark.parametrize("half", ["k", "v"])
 def test_nan_in_a_later_key_does_not_reach_an_earlier_row(half, max_splits):
     """A draft token that the model made NaN must not spoil the verification of those before it."""
     step = Step(Case(lengths=(300,), q_len=4, max_splits=max_splits))

@@ -176,11 +176,7 @@ def test_steps_add_up():
     ("query_lens", "kind"),
     [
         ([1, 1], MjolnirMetadata),
-        pytest.param(
-            [4, 3],
-            TorchReferenceMetadata,
-            marks=pytest.mark.xfail(reason="vLLM's capture method calls build, which counts", strict=True),
-        ),
+        ([4, 3], TorchReferenceMetadata),
     ],
 )
 def test_capture_is_classified_alike_and_not_counted(query_lens, kind):

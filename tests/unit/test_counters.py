@@ -293,7 +293,6 @@ def test_empty_file(tmp_path):
         read(path)
 
 
-@pytest.mark.xfail(reason="a damaged table ends the reading with another error", strict=True)
 @pytest.mark.parametrize(
     "table", [b"[{]", b'{"group": 1}', b'[{"colour": "red"}]', b"\xff\xfe"], ids=["json", "object", "field", "utf-8"]
 )
