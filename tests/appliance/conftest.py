@@ -12,7 +12,6 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from appliance.command import Launch  # noqa: F401  (imported here once: the package must import without vLLM)
 from appliance.lifecycle import State
 from appliance.processes import has_variable
 from appliance.serve import Stack, listen

@@ -185,6 +185,14 @@ def before_ready(flags: argparse.Namespace) -> None:
     )
 
 
+def spawn_orphan() -> int:
+    """A process in a session of its own, deaf to SIGTERM: like an engine core that outlives its parent."""
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    return child.pid
+
+
 async def serve(flags: argparse.Namespace) -> None:
     engine = FakeEngine(flags)
     stop = asyncio.Event()
@@ -199,11 +207,7 @@ async def serve(flags: argparse.Namespace) -> None:
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
     if flags.setsid_child:
-        # A session of its own, deaf to SIGTERM: like an engine core that outlives its parent.
-        code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
-        child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
-        child.stdout.readline()
-        engine.tell("child", pid=child.pid)
+        engine.tell("child", pid=spawn_orphan())
     runner = web.AppRunner(engine.app(), handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.UnixSite(runner, flags.uds).start()

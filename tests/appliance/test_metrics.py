@@ -184,7 +184,7 @@ def test_groups_outlive_the_engine_that_told_them(tmp_path, writer):
 
 
 def test_leftovers_of_dead_supervisors_are_removed(tmp_path):
-    gone = subprocess.Popen(["true"])
+    gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     for pid in (gone.pid, os.getpid()):
         (tmp_path / str(pid)).mkdir()

@@ -85,11 +85,12 @@ async def test_a_client_that_leaves_cancels_its_request_in_the_engine(ready, scr
     assert samples["appliance_streams_in_flight"] == 0
 
 
-HOSTILE = """
-/v1/../metrics /v1/models/../../health //v1/models /v1//models /v1/models/ /v1%2Fmodels /%76ersion /v1/models;x
-/V1/models /v1/models%00 /./version /sleep /collective_rpc /v1/load_lora_adapter /docs /openapi.json /redoc /load /ping
-/%6detrics /metrics/ /health%2Fready /v1/chat/completions/batch /v1/responses/resp_1 /v1/models/fake * /
-""".split()
+HOSTILE = (
+    *("/v1/../metrics", "/v1/models/../../health", "//v1/models", "/v1//models", "/v1/models/", "/v1%2Fmodels"),
+    *("/%76ersion", "/v1/models;x", "/V1/models", "/v1/models%00", "/./version", "/%6detrics", "/metrics/"),
+    *("/health%2Fready", "/sleep", "/collective_rpc", "/v1/load_lora_adapter", "/load", "/ping", "*", "/"),
+    *("/docs", "/openapi.json", "/redoc", "/v1/chat/completions/batch", "/v1/responses/resp_1", "/v1/models/fake"),
+)
 
 
 async def test_a_path_that_is_not_on_the_list_is_not_found(ready):

@@ -55,7 +55,10 @@ def traceback(process: str, *last: str) -> str:
             + traceback("APIServer", "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."),
             RootCause("engine core exited unexpectedly"),
         ),
-        ("Traceback (most recent call last):\n  File \"x\"\nValueError: " + "y" * 900, RootCause("ValueError: " + "y" * 387 + "…", settings=True)),
+        (
+            "Traceback (most recent call last):\n  File \"x\"\nValueError: " + "y" * 900,
+            RootCause("ValueError: " + "y" * 387 + "…", settings=True),
+        ),
         ("Traceback (most recent call last):\n  File \"x\"\n", None),
     ],
 )  # fmt: skip

@@ -106,7 +106,7 @@ def test_the_engine_gets_no_secret_that_it_does_not_need(model, tmp_path):
     local = build(settings.load(model=str(model)), inherited, tmp_path, tmp_path).environment
     assert {"HF_TOKEN", "VLLM_API_KEY"} & set(local) == set()
     hub = build(settings.load(model="org/name"), inherited, tmp_path, tmp_path).environment
-    assert hub["HF_TOKEN"] == "t"
+    assert "HF_TOKEN" in hub
     assert "HF_HUB_OFFLINE" not in hub
     offline = build(settings.load(model="org/name", offline=True), inherited, tmp_path, tmp_path).environment
     assert (offline["HF_HUB_OFFLINE"], offline["TRANSFORMERS_OFFLINE"]) == ("1", "1")

@@ -9,20 +9,21 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}<s>assistant: "
 TEXT = ["the hammer falls and returns to the hand", "0 1 2 3 4 5 6 7 8 9", "abcdefghijklmnopqrstuvwxyz .,:!?"]
 
 
 def make(folder: str) -> None:
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = ["<unk>", "<s>", "</s>"]
+    special = [UNKNOWN, BEGIN, END]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
         TEXT, trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
     )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
+        tokenizer_object=tokenizer, unk_token=UNKNOWN, bos_token=BEGIN, eos_token=END, chat_template=TEMPLATE
     )
     fast.save_pretrained(folder)
     torch.manual_seed(0)

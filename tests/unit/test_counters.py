@@ -452,7 +452,7 @@ def test_no_groups_where_the_table_changed_during_the_reading(written):
             written.set_groups([GROUP, GROUP])
             return written._map[key]
 
-    assert counters._groups(Racing(), written._cells) == ()
+    assert counters._groups(Racing(), written._cells, "file") == ()
 
 
 def test_reader_maps_read_only(written, monkeypatch):
