@@ -59,6 +59,8 @@ FALLBACK = Case("fallback alone", "MJOLNIR", "fp8", 1, {"enable_prefix_caching":
 CASES = (
     Case("one at a time", "MJOLNIR", "fp8", 1, {"enable_prefix_caching": False}),
     Case("8 at a time", "MJOLNIR", "fp8", 8, {"enable_prefix_caching": False}),
+    # As many programs as a Thor has: sequences are split, and their pieces merged.
+    Case("split plan", "MJOLNIR", "fp8", 8, {"enable_prefix_caching": False}, {"MJOLNIR_ATTN_CTAS": "40"}),
     Case("prefix caching, each prompt twice", "MJOLNIR", "fp8", 8, {"enable_prefix_caching": True}),
     Case("chunked prefill, 64 tokens", "MJOLNIR", "fp8", 8, {"max_num_batched_tokens": 64, "max_num_seqs": 8}),
     Case("preemption, tiny cache", "MJOLNIR", "fp8", 8, {"enable_prefix_caching": False, **TINY_CACHE}),

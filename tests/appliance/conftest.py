@@ -16,7 +16,7 @@ from appliance.lifecycle import State
 from appliance.processes import has_variable
 from appliance.serve import Stack, listen
 from appliance.settings import Settings
-from appliance.supervisor import Watcher
+from appliance.watcher import Watcher
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from appliance.faults import Cause
 from appliance.lifecycle import State
 from appliance.metrics import Metrics
 from appliance.phases import Phase
-from appliance.supervisor import Cause
 from appliance.tally import Tally, remove_leftovers
 from mjolnir.names import FallbackReason, KernelSource, StepKind
 

@@ -186,6 +186,14 @@ async def test_an_engine_that_dies_before_it_answers_is_a_502(ready):
     assert (status, json.loads(body)["error"]["code"]) == (502, "engine_unreachable")
 
 
+async def test_a_request_that_does_not_reach_the_engine_may_be_tried_again(ready):
+    """Between an engine's death and the end of its last process the state is still ready."""
+    ready.supervisor.socket.unlink()
+    async with ready.http.post("/v1/completions", json={}) as response:
+        assert (response.status, response.headers["retry-after"]) == (503, "5")
+        assert (await response.json())["error"]["code"] == "engine_not_ready"
+
+
 async def test_an_engine_that_dies_in_a_plain_answer_cuts_the_connection(ready):
     """Ending the response in order would pass half an answer off as a whole one."""
     body = json.dumps(
