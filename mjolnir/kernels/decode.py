@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from mjolnir.kernels.verbs import natural_lse, nonzero
+
 
 @triton.jit
 def _visit_tiles(
@@ -160,12 +162,12 @@ def decode_kernel(
         )  # fmt: skip
 
         if (tile_begin == 0) & (tile_end == seq_tiles):
-            o = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
+            o = acc * v_scale / nonzero(total)[:, None]
             out_at = q_token * OUT_TOKEN_STRIDE + head * OUT_HEAD_STRIDE
             tl.store(OUT + out_at[:, None] + channel[None, :], o.to(OUT.dtype.element_ty), mask=real[:, None])
             if WRITE_LSE:
-                lse = (top + tl.log2(total)) * 0.6931471805599453
-                tl.store(LSE + (seq * KV_HEADS + kv_head) * (Q_LEN * GROUP) + n, lse, mask=real)
+                lse_at = (seq * KV_HEADS + kv_head) * (Q_LEN * GROUP) + n
+                tl.store(LSE + lse_at, natural_lse(top, total), mask=real)
         else:
             # A stretch has at most two unfinished ends: where it enters a pair, and where it leaves one.
             slot = 2 * program.to(tl.int64) + tl.where(tile_begin == 0, 1, 0)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from mjolnir.kernels.verbs import natural_lse, nonzero
+
 
 @triton.jit(do_not_specialize=["num_seqs", "all_programs"], do_not_specialize_on_alignment=["OUT", "LSE"])
 def merge_kernel(
@@ -64,8 +66,8 @@ def merge_kernel(
             top = new_top
         token = seq.to(tl.int64) * Q_LEN + n // GROUP
         at = token * OUT_TOKEN_STRIDE + (kv_head * GROUP + n % GROUP) * OUT_HEAD_STRIDE
-        o = acc / tl.where(total == 0.0, 1.0, total)
+        o = acc / nonzero(total)
         tl.store(OUT + at + channel, o.to(OUT.dtype.element_ty))
         if WRITE_LSE:
-            lse = (top + tl.log2(total)) * 0.6931471805599453
-            tl.store(LSE + (seq * KV_HEADS + kv_head) * (Q_LEN * GROUP) + n, lse)
+            lse_at = (seq * KV_HEADS + kv_head) * (Q_LEN * GROUP) + n
+            tl.store(LSE + lse_at, natural_lse(top, total))
