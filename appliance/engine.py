@@ -195,13 +195,5 @@ async def _ended(pid: int) -> None:
         os.close(descriptor)
 
 
-def describe_exit(code: int) -> str:
-    """An exit code in words."""
-    if code > 128:
-        with contextlib.suppress(ValueError):
-            return f"killed by {signal.Signals(code - 128).name}"
-    return f"exit code {code}"
-
-
 def _decode(line: bytes) -> str:
     return line.decode("utf-8", "replace")[:_LINE_BYTES].rstrip()

@@ -10,11 +10,12 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from appliance import exposition
+from appliance.faults import Cause
 from appliance.lifecycle import State
 from appliance.phases import Phase, Progress
 from appliance.proxy import ROUTES
-from appliance.supervisor import Cause, Watcher
 from appliance.tally import Tally
+from appliance.watcher import Watcher
 from mjolnir.counters import FALLBACK_TOKENS, T5_TOKENS
 from mjolnir.names import FallbackReason, KernelSource, StepKind
 

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from appliance.command import Launch, flag_names, is_local
+from appliance.command import SERVE, Launch, flag_names, is_local
 from appliance.errors import EngineError, SettingsError
 from appliance.modelcheck import check_model
 from appliance.settings import Settings
@@ -63,12 +63,12 @@ async def check_flags(settings: Settings, launch: Launch) -> None:
     """
     if settings.engine_command:
         return  # a program of the user's with flags of its own
-    words = [word for word in launch.command[4:] if word != str(launch.socket)]
+    words = [word for word in launch.command[len(SERVE) :] if word != str(launch.socket)]
     memo = settings.cache_dir / "accepted-flags.json"
     key = _memo_key(words)
     if key is not None and key == _read(memo):
         return
-    error = await _ask_parser([*launch.command[4:]], launch.environment)
+    error = await _ask_parser(list(launch.command[len(SERVE) :]), launch.environment)
     if error is not None:
         raise SettingsError(f"vLLM does not accept the engine's flags: {error}")
     if key is not None:

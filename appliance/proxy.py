@@ -51,6 +51,7 @@ _NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-reque
 _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server", b"x-request-id", b"x-accel-buffering"}
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _LARGE_BODY_BYTES = 1 << 20
+_RETRY_AFTER_SECONDS = 5
 _LOST = (aiohttp.ClientError, ConnectionError, TimeoutError)
 
 
@@ -212,6 +213,8 @@ class _Exchange:
             response = await session.request(
                 self.scope["method"], url, data=data, headers=headers, allow_redirects=False
             )
+        except aiohttp.ClientConnectorError:  # it has not seen the request: another try is safe
+            return await self.refuse(openai_error.not_ready("gone", _RETRY_AFTER_SECONDS))
         except _LOST:
             return await self.refuse(openai_error.engine_unreachable())
         try:

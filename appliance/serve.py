@@ -19,9 +19,10 @@ from appliance.metrics import Metrics
 from appliance.processes import become_subreaper
 from appliance.proxy import Proxy
 from appliance.settings import Settings, engine_environment
-from appliance.supervisor import Supervisor, Watcher
+from appliance.supervisor import Supervisor
 from appliance.tally import Tally, remove_leftovers
 from appliance.terminal import Terminal
+from appliance.watcher import Watcher
 
 log = logging.getLogger(__name__)
 

@@ -9,21 +9,22 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
 import aiohttp
 
-from appliance import command, openai_error, preflight, rootcause
-from appliance.engine import Engine, describe_exit
+from appliance import command, faults, openai_error, preflight
+from appliance.engine import Engine
 from appliance.errors import ApplianceError, EngineError
+from appliance.faults import Cause, Fault
 from appliance.lifecycle import Event, State, advance
 from appliance.log import ENGINE, Redactor, level_of
 from appliance.openai_error import ApiError
 from appliance.phases import Progress, ProgressTracker
 from appliance.proxy import engine_session
 from appliance.settings import Settings
+from appliance.watcher import Watcher
 
 log = logging.getLogger(__name__)
 engine_log = logging.getLogger(ENGINE)
@@ -34,25 +35,6 @@ _HEALTH_POLL_SECONDS = 0.1
 _HEALTH_TIMEOUT_SECONDS = 5.0
 _RETRY_AFTER_SECONDS = 5  # what a client is told while the engine starts
 _DYING_SECONDS = 30.0  # an engine that was serving: its cause of death is in the log's last lines
-
-
-class Cause(StrEnum):
-    """Why an engine was lost: label ``cause`` of ``appliance_engine_restarts_total``."""
-
-    PREFLIGHT = "preflight"  # a check before a restart failed
-    START_FAILED = "start_failed"  # it ended before it was ready
-    START_STALLED = "start_stalled"  # it showed no progress for too long
-    EXITED = "exited"  # it was ready and ended unasked, exit code 0 included
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A failure: its kind, one line for the user, and whether another start would meet it again."""
-
-    cause: Cause
-    text: str
-    settings: bool = False
-    exit_code: int = 1
 
 
 @dataclass(frozen=True)
@@ -66,25 +48,6 @@ class Status:
     failed_starts: int
     ready_seconds: float | None
     log_tail: list[str] = field(default_factory=list)
-
-
-class Watcher:
-    """What wants to know about changes derives from this; each method is called from the supervisor's task."""
-
-    def state_changed(self, state: State) -> None:
-        """The engine is in another state."""
-
-    def progressed(self, progress: Progress) -> None:
-        """A start has moved on."""
-
-    def became_ready(self, seconds: float) -> None:
-        """The engine answers; ``seconds`` after its start."""
-
-    def engine_gone(self) -> None:
-        """Every process of the engine has ended."""
-
-    def restarting(self, cause: Cause) -> None:
-        """A lost engine will be started again."""
 
 
 class _StopRequested(Exception):  # noqa: N818  (control flow)
@@ -230,15 +193,19 @@ class Supervisor:
         self._advance(Event.CHECKED)
         started = time.monotonic()
         self._tracker, self._moved = ProgressTracker(), started
-        self._engine = engine = Engine(self._launch, self._settings.stop_seconds, self._on_line, self._redactor)
         self._tell(lambda watcher: watcher.progressed(self._tracker.progress))
-        await engine.start()
+        engine = Engine(self._launch, self._settings.stop_seconds, self._on_line, self._redactor)
+        try:
+            await engine.start()
+        except EngineError as error:
+            return self._lost(Fault(Cause.START_FAILED, str(error)))
+        self._engine = engine
         fault = await self._unless_stopped(self._until_ready(engine))
         if fault is not None:
             return self._lost(fault)
         self._on_ready(time.monotonic() - started)
         code = await self._unless_stopped(engine.wait())
-        return self._lost(_exit_fault(Cause.EXITED, code, engine.log_since(_DYING_SECONDS)))
+        return self._lost(faults.of_exit(Cause.EXITED, code, engine.log_since(_DYING_SECONDS)))
 
     async def _preflight(self) -> None:
         if self._was_ready or self._failed_starts:
@@ -253,10 +220,10 @@ class Supervisor:
                 silent = time.monotonic() - self._moved
                 if silent > self._settings.start_timeout_seconds:
                     await engine.stop()
-                    return Fault(Cause.START_STALLED, _stalled(self._tracker.progress, silent))
+                    return faults.of_stall(self._tracker.progress, silent)
                 await asyncio.wait({exited}, timeout=_HEALTH_POLL_SECONDS)
                 if exited.done():
-                    return _exit_fault(Cause.START_FAILED, exited.result(), engine.tail(10_000))
+                    return faults.of_exit(Cause.START_FAILED, exited.result(), engine.tail(10_000))
             return None
         finally:
             exited.cancel()
@@ -279,11 +246,9 @@ class Supervisor:
         hopeless = fault.settings and not self._was_ready
         if hopeless or self._failed_starts >= self._settings.restart_limit:
             self._advance(Event.GIVE_UP)
-            if hopeless:
-                raise _last_word(fault, fault.text)
-            raise _last_word(fault, f"gave up after {self._failed_starts} failed starts; the last one: {fault.text}")
-        doubled = self._settings.backoff_seconds * 2.0 ** max(0, self._failed_starts - 1)
-        pause = min(self._settings.backoff_cap_seconds, doubled)
+            raise fault.last_word(self._failed_starts)
+        settings = self._settings
+        pause = faults.pause_before_start(settings.backoff_seconds, settings.backoff_cap_seconds, self._failed_starts)
         self._restarts += 1
         self._resume_at = time.monotonic() + pause
         self._tell(lambda watcher: watcher.restarting(fault.cause))
@@ -363,21 +328,3 @@ async def _first_of(*works: Awaitable[object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _exit_fault(cause: Cause, code: int, lines: list[str]) -> Fault:
-    found = rootcause.find(lines)
-    ended = f"the engine ended ({describe_exit(code)})"
-    if found is None:
-        return Fault(cause, ended)
-    return Fault(cause, f"{ended}: {found.text}", found.settings)
-
-
-def _stalled(progress: Progress, silent: float) -> str:
-    return f"the start stands still: nothing new from the engine for {silent:.0f} s, in phase {progress.phase}"
-
-
-def _last_word(fault: Fault, text: str) -> ApplianceError:
-    error = EngineError(text)
-    error.exit_code = fault.exit_code
-    return error

@@ -12,7 +12,7 @@ from appliance.lifecycle import State
 from appliance.log import ENGINE
 from appliance.phases import ORDER, Phase
 from appliance.phases import Progress as StartProgress
-from appliance.supervisor import Cause, Watcher
+from appliance.watcher import Watcher
 
 _WORDS = {
     Phase.IMPORT: "importing vLLM",
@@ -101,9 +101,6 @@ class Terminal(Watcher):
             markup=False,
             soft_wrap=True,
         )
-
-    def restarting(self, cause: Cause) -> None:
-        """The log says it."""
 
     def _end_bar(self) -> None:
         if self._task is not None:

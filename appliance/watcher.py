@@ -1,0 +1,27 @@
+"""Who wants to know what the supervisor does."""
+
+from appliance.faults import Cause
+from appliance.lifecycle import State
+from appliance.phases import Progress
+
+
+class Watcher:
+    """Base of those who follow the engine's life; by default each event is ignored.
+
+    The methods are called from the supervisor's task and must not block it.
+    """
+
+    def state_changed(self, state: State) -> None:
+        """The engine is in another state."""
+
+    def progressed(self, progress: Progress) -> None:
+        """A start has moved on."""
+
+    def became_ready(self, seconds: float) -> None:
+        """The engine answers, ``seconds`` after its start; no request has reached it yet."""
+
+    def engine_gone(self) -> None:
+        """Every process of the engine has ended."""
+
+    def restarting(self, cause: Cause) -> None:
+        """A lost engine will be started again."""
