@@ -2,7 +2,6 @@
 
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -84,9 +83,11 @@ def arguments(settings: Settings, gpu: bool) -> tuple[str, ...]:
         flags["--kv-cache-memory-bytes"] = str(settings.kv_cache_gib << 30)
     if not gpu:
         flags["--dtype"] = "bfloat16"
-        if not any(map(shutil.which, ("g++", "clang++", "c++"))):
-            flags["--enforce-eager"] = ""  # inductor compiles C++ on a CPU
+        # On a CPU inductor needs a C++ compiler and minutes at every start; --no-enforce-eager asks for it.
+        flags["--enforce-eager"] = ""
     given = flag_names(settings.engine_args)
+    if "--no-enforce-eager" in given:
+        flags.pop("--enforce-eager", None)
     model = str(Path(settings.model).expanduser()) if is_local(settings.model) else settings.model
     ours = [word for name, value in flags.items() if name not in given for word in (name, value) if word]
     return (model, *ours, *settings.engine_args)

@@ -25,8 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from appliance import demo_model
 from appliance.errors import ApplianceError, EngineError
 
-# Eager: torch.compile on a CPU needs a C++ compiler and minutes, for a model that answers in seconds without.
-SERVE_FLAGS = ("--max-model-len", "2048", "--", "--enforce-eager")
+SERVE_FLAGS = ("--max-model-len", "2048")
 MAX_TOKENS = 128
 
 _READY_POLL_SECONDS = 0.1

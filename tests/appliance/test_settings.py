@@ -84,13 +84,18 @@ def test_a_flag_of_the_users_takes_the_place_of_ours(model):
 
 def test_defaults_of_a_cpu(model, monkeypatch, tmp_path):
     monkeypatch.setattr("appliance.command.has_gpu", lambda: False)
-    monkeypatch.setattr("appliance.command.shutil.which", lambda name: None)
     launch = build(settings.load(model=str(model), kv_cache_gib=3), {}, tmp_path, tmp_path / "stats")
-    assert "--enforce-eager" in launch.command
+    assert launch.command.count("--enforce-eager") == 1
     assert launch.command[launch.command.index("--dtype") + 1] == "bfloat16"
     assert launch.environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert launch.environment["MJOLNIR_STATS_DIR"] == str(tmp_path / "stats")
     assert launch.command[-2:] == ("--uds", str(tmp_path / "engine.sock"))
+
+
+@pytest.mark.parametrize("flag", ["--enforce-eager", "--no-enforce-eager"])
+def test_compiling_is_the_users_choice(model, flag):
+    words = arguments(settings.load(model=str(model), engine_args=(flag,)), gpu=False)
+    assert [word for word in words if "enforce" in word] == [flag]
 
 
 def test_defaults_of_a_gpu(model, monkeypatch, tmp_path):
