@@ -68,7 +68,7 @@ def _visit_tiles(
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_pages", "table_stride", "scale_seq_stride", "scale_head_stride"],
+    do_not_specialize=["num_pages", "table_stride", "scale_seq_stride", "scale_head_stride"],
     do_not_specialize_on_alignment=["Q", "OUT", "BLOCK_TABLE", "SEQ_LENS", "LSE", "K_SCALE", "V_SCALE"],
 )
 def decode_kernel(
@@ -78,14 +78,12 @@ def decode_kernel(
     OUT,  # (num_seqs * Q_LEN, heads, D) model dtype
     BLOCK_TABLE,  # (num_seqs, max_blocks) int32
     SEQ_LENS,  # (num_seqs,) int32
-    CUM_TILES,  # plan_kernel
-    FIRST_SEQ,  # plan_kernel
+    WORK,  # (programs, 4) int32, plan_kernel
     PART_O,  # (2 * programs, ROWS, D) f32, workspace
     PART_ML,  # (2 * programs, 2, ROWS) f32, workspace: maximum and sum
     LSE,  # (num_seqs, KV_HEADS, Q_LEN * GROUP) f32, natural log; only with WRITE_LSE
     K_SCALE,
     V_SCALE,
-    num_seqs,
     num_pages,
     softmax_scale,
     table_stride,
@@ -113,22 +111,17 @@ def decode_kernel(
     """One program attends over its stretch of the line of tiles; see plan.py."""
     PAIRS: tl.constexpr = KV_HEADS * Q_TILES
     program = tl.program_id(0)
-    total_tiles = tl.load(CUM_TILES + num_seqs).to(tl.int64) * PAIRS
-    programs = tl.minimum(total_tiles, tl.num_programs(0))
-    position = total_tiles * program // programs
-    stop = tl.minimum(total_tiles * (program + 1) // programs, total_tiles)
-    seq = tl.load(FIRST_SEQ + program)
+    seq = tl.load(WORK + program * 4)
+    pair = tl.load(WORK + program * 4 + 1)
+    tile_begin = tl.load(WORK + program * 4 + 2)
+    left = tl.load(WORK + program * 4 + 3)
     row = tl.arange(0, ROWS)
     channel = tl.arange(0, D)
-    while position < stop:
-        seq_begin = tl.load(CUM_TILES + seq).to(tl.int64)
-        seq_tiles = tl.load(CUM_TILES + seq + 1).to(tl.int64) - seq_begin
-        along = position - seq_begin * PAIRS
-        pair = (along // seq_tiles).to(tl.int32)
-        tile_begin = (along % seq_tiles).to(tl.int32)
-        tile_end = tl.minimum(seq_tiles, tile_begin + stop - position).to(tl.int32)
-        kv_head = pair // Q_TILES
+    while left > 0:
         length = tl.load(SEQ_LENS + seq)
+        seq_tiles = tl.maximum((length + TILE - 1) // TILE, 1)
+        tile_end = tl.minimum(seq_tiles, tile_begin + left)
+        kv_head = pair // Q_TILES
 
         n = (pair % Q_TILES) * ROWS + row
         real = n < Q_LEN * GROUP
@@ -175,5 +168,8 @@ def decode_kernel(
             tl.store(PART_O + o_at[:, None] + channel[None, :], acc * v_scale)
             tl.store(PART_ML + slot * (2 * ROWS) + row, top)
             tl.store(PART_ML + slot * (2 * ROWS) + ROWS + row, total)
-        position += tile_end - tile_begin
-        seq += tl.where(position >= (seq_begin + seq_tiles) * PAIRS, 1, 0)
+        left -= tile_end - tile_begin
+        tile_begin = tile_begin * 0  # Triton wants the type of a carried variable to stay
+        pair += 1
+        seq += pair // PAIRS
+        pair %= PAIRS

@@ -55,7 +55,7 @@ class TritonRunner:
         integers = {"dtype": torch.int32, "device": config.device}
         floats = {"dtype": torch.float32, "device": config.device}
         self._cum_tiles = torch.zeros(config.max_num_seqs + 1, **integers)
-        self._first_seq = torch.zeros(self.programs, **integers)
+        self._work = torch.zeros((self.programs, 4), **integers)
         self._part_o = torch.empty((2 * self.programs, rows, config.head_size), **floats)
         self._part_ml = torch.empty((2 * self.programs, 2, rows), **floats)
 
@@ -67,17 +67,18 @@ class TritonRunner:
 
     def replan(self, plan: TritonPlan) -> None:
         """Plan again from the sequence lengths as they are now; may be captured in a graph."""
-        plan_kernel[(1,)](
+        # grid: one program a chunk of stretches
+        plan_kernel[(-(-self.programs // PLAN_CHUNK),)](
             plan.seq_lens,
             self._cum_tiles,
-            self._first_seq,
+            self._work,
             plan.num_seqs,
             self.programs,
             PAIRS_PER_SEQ=self.config.num_kv_heads * self._q_tiles(plan.q_len),
             TILE=self.tuning.tile,
             MAX_SEQS=triton.next_power_of_2(self.config.max_num_seqs),
             CHUNK=PLAN_CHUNK,
-            num_warps=8,
+            num_warps=4,
         )
 
     def run(
@@ -114,14 +115,12 @@ class TritonRunner:
             out,
             plan.block_table,
             plan.seq_lens,
-            self._cum_tiles,
-            self._first_seq,
+            self._work,
             self._part_o,
             self._part_ml,
             lse if lse is not None else self._part_ml,
             k_scale,
             v_scale,
-            plan.num_seqs,
             k.shape[0],
             softmax_scale,
             plan.block_table.stride(0),

@@ -138,8 +138,15 @@ def test_plan_shares_the_tiles_equally() -> None:
     starts = [total * program // min(total, runner.programs) for program in range(min(total, runner.programs) + 1)]
     shares = [end - begin for begin, end in itertools.pairwise(starts)]
     assert max(shares) - min(shares) <= 1
-    for program, first in enumerate(runner._first_seq.tolist()[: len(shares)]):
-        assert cumulative[first] * 2 <= starts[program] < cumulative[first + 1] * 2
+    for program, (seq, pair, first, count) in enumerate(runner._work.tolist()):
+        if program >= len(shares):
+            assert count == 0
+            continue
+        tiles = cumulative[seq + 1] - cumulative[seq]
+        assert count == shares[program]
+        assert 0 <= pair < 2
+        assert 0 <= first < tiles
+        assert cumulative[seq] * 2 + pair * tiles + first == starts[program]
 
 
 def test_replan_follows_the_live_lengths() -> None:
