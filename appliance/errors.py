@@ -4,6 +4,7 @@ ApplianceError
 ├── SettingsError      a setting or flag that can't be used
 ├── PatchError         a patch queue that does not fit the tree, or a tree of another version
 ├── ModelError         a model folder that is missing, incomplete or corrupt
+├── DownloadError      a wheel that can't be had, or that is not the pinned one
 └── EngineError        an engine that did not start or did not stay up
 """
 
@@ -26,6 +27,10 @@ class PatchError(ApplianceError):
 
 class ModelError(ApplianceError):
     """A model folder that is missing, incomplete or corrupt."""
+
+
+class DownloadError(ApplianceError):
+    """A wheel that can't be had, or that is not the pinned one."""
 
 
 class EngineError(ApplianceError):

@@ -15,13 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.errors import ApplianceError
+from appliance.errors import ApplianceError, DownloadError
 
 Progress = Callable[[str], None]
-
-
-class DownloadError(ApplianceError):
-    """A wheel that can't be had, or that is not the pinned one."""
 
 
 @dataclass(frozen=True)

@@ -194,12 +194,14 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[int(share * (len(ordered) - 1))]
 
 
-def measure(model: str, cases: Sequence[Case] = (NOISE, STOCK_FP8, FALLBACK, *CASES)) -> list[dict[str, Any]]:
+def measure(
+    model: str, cases: Sequence[Case] = (NOISE, STOCK_FP8, FALLBACK, *CASES), reference: Case = REFERENCE
+) -> list[dict[str, Any]]:
     """One row a case, each against the reference."""
-    reference = generate(model, REFERENCE)
+    expected = generate(model, reference)
     rows = []
     for case in cases:
-        comparisons = [compare(*pair) for pair in zip(reference, generate(model, case), strict=True)]
+        comparisons = [compare(*pair) for pair in zip(expected, generate(model, case), strict=True)]
         rows.append(row(model, case, comparisons))
         sys.stderr.write(f"{rows[-1]}\n")
     return rows
