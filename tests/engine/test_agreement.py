@@ -39,6 +39,7 @@ def test_parts_from_the_reference_only_at_near_ties(demo_model: Path) -> None:
         assert row["prompts"] == 30
         assert row["tokens_compared"] >= 250, row
         assert max(row["divergence_margins"], default=0.0) <= fallback["margin_error_p99"], (row, fallback)
-        assert row["margin_error_p99"] <= 1.25 * fallback["margin_error_p99"], (row, fallback)
-        assert row["logprob_error_median"] <= 0.05, row
+        # Measured: 0.28 to 0.40; vLLM's own kernel over an fp8 cache: 0.44 (docs/results/agreement-cpu.json).
+        assert row["logprob_error_p99"] <= 0.5, row
+        assert row["logprob_error_median"] <= 0.03, row
         assert row["divergences_outside_top5"] == 0, row
