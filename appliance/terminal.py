@@ -93,7 +93,7 @@ class Terminal(Watcher):
     def became_ready(self, seconds: float) -> None:
         """Say where the model is served, and how to try it."""
         self._end_bar()
-        body = f'{{"model": "{self._model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+        body = f'{{"model": "{self._model}", "temperature": 0, "messages": [{{"role": "user", "content": "Hello"}}]}}'
         self._console.print(
             f"ready after {seconds:.1f} s: {self._model} at {self._url}/v1\n"
             f"curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
