@@ -7,6 +7,7 @@ its older name ``THOR_T5_<X>``; the new name wins. An empty or blank value count
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from mjolnir.errors import ConfigurationError
 
@@ -15,7 +16,7 @@ LEGACY_PREFIX = "THOR_T5_"
 
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
-Q_DTYPES = {"fp8": "fp8", "e4m3": "fp8", "bf16": "bf16", "bfloat16": "bf16"}
+Q_DTYPES = {"auto": "auto", "fp8": "fp8", "e4m3": "fp8", "bf16": "bf16", "bfloat16": "bf16"}
 KV_LAYOUTS = ("BHN2D", "BNH2D", "B2NHD", "B2HND", "2BNHD", "2BHND")
 
 
@@ -83,6 +84,24 @@ def read_choice(name: str, choices: dict[str, str], default: str) -> str:
     return by_lower_case[value.lower()]
 
 
+def read_directory(name: str) -> str:
+    """A directory that a switch may turn off: an absolute path, ``off``, or empty for the default one.
+
+    Raises:
+        ConfigurationError: neither a switch nor an absolute path.
+    """
+    value = read(name)
+    if value.lower() in ("", *TRUE_WORDS):
+        return ""
+    if value.lower() in FALSE_WORDS:
+        return "off"
+    path = os.path.expanduser(value)
+    if not os.path.isabs(path):  # a worker's current directory is nobody's choice
+        accepted = ", ".join(TRUE_WORDS + FALSE_WORDS)
+        raise ConfigurationError(f"{given_name(name)}={value!r}: accepted: {accepted}, an absolute path")
+    return path
+
+
 @dataclass(frozen=True)
 class BackendSettings:
     """Every setting of the attention backend, read and checked at one place.
@@ -90,7 +109,7 @@ class BackendSettings:
     Attributes:
         disabled: T5 is off; every step runs on the fallback.
         fallback: name of the stock backend for everything T5 does not take; empty means automatic.
-        q_dtype: precision of Q on T5 steps, ``fp8`` or ``bf16``.
+        q_dtype: precision of Q on T5 steps, ``fp8``, ``bf16`` or ``auto`` (fp8 on a CPU, bf16 on a GPU).
         max_q_len: most query tokens a request may have in a T5 step; 0 means 1 + num_speculative_tokens.
         ctas_per_sm: programs that the planner assumes to run side by side on one SM.
         max_splits: most pieces that the KV range of one sequence is cut into.
@@ -98,13 +117,14 @@ class BackendSettings:
         noncausal: whether a parallel drafter's non-causal blocks may run on T5.
         fused_draft: whether the builder offers to refresh draft metadata inside a captured graph.
         kv_layout: forced logical layout of the KV cache; empty means detected from its shape.
+        kernel_cache: directory of compiled kernels, or ``off``; empty means the default one.
         banner: whether to show the banner.
         config_name: name of the model configuration, shown in the banner.
     """
 
     disabled: bool = False
     fallback: str = ""
-    q_dtype: str = "fp8"
+    q_dtype: str = "auto"
     max_q_len: int = 0
     ctas_per_sm: int = 2
     max_splits: int = 16
@@ -112,6 +132,7 @@ class BackendSettings:
     noncausal: bool = True
     fused_draft: bool = True
     kv_layout: str = ""
+    kernel_cache: str = ""
     banner: bool = True
     config_name: str = ""
 
@@ -125,7 +146,7 @@ class BackendSettings:
         return cls(
             disabled=read_bool("MJOLNIR_ATTN_DISABLE", False),
             fallback=read("MJOLNIR_ATTN_FALLBACK").upper(),
-            q_dtype=read_choice("MJOLNIR_ATTN_Q_DTYPE", Q_DTYPES, "fp8"),
+            q_dtype=read_choice("MJOLNIR_ATTN_Q_DTYPE", Q_DTYPES, "auto"),
             max_q_len=read_int("MJOLNIR_ATTN_MAX_QLEN", 0, minimum=0),
             ctas_per_sm=read_int("MJOLNIR_ATTN_CTAS", 2, minimum=1),
             max_splits=read_int("MJOLNIR_ATTN_MAX_SPLITS", 16, minimum=1),
@@ -133,6 +154,15 @@ class BackendSettings:
             noncausal=read_bool("MJOLNIR_ATTN_NONCAUSAL", True),
             fused_draft=read_bool("MJOLNIR_ATTN_FUSED_DRAFT", True),
             kv_layout=read_choice("MJOLNIR_ATTN_KV_LAYOUT", dict(zip(KV_LAYOUTS, KV_LAYOUTS, strict=True)), ""),
+            kernel_cache=read_directory("MJOLNIR_ATTN_KERNEL_CACHE"),
             banner=read_bool("MJOLNIR_ATTN_BANNER", True),
             config_name=read("MJOLNIR_CONFIG"),
         )
+
+    @property
+    def kernel_cache_directory(self) -> Path | None:
+        """Where compiled kernels are kept; None where they aren't."""
+        if self.kernel_cache == "off":
+            return None
+        root = os.environ.get("VLLM_CACHE_ROOT", "").strip() or "~/.cache"
+        return Path(self.kernel_cache or f"{root}/mjolnir/kernels").expanduser()

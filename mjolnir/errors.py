@@ -1,10 +1,12 @@
 """Errors of the attention backend.
 
 MjolnirError
-├── ConfigurationError   a setting that can't be used: names it, its value and what is accepted
-├── CounterFileError     a counters file that is truncated, foreign or of another version
-├── LayoutError          a KV cache whose shape or strides T5 can't read
-└── PlanError            a split-KV plan that does not fit its buffers
+├── ConfigurationError    a setting that can't be used: names it, its value and what is accepted
+├── CounterFileError      a counters file that is truncated, foreign or of another version
+├── KernelInspectionError machine code that can't be disassembled here
+├── KernelMissingError    a kernel variant that would have to be compiled when it is too late for that
+├── LayoutError           a KV cache whose shape or strides T5 can't read
+└── PlanError             a split-KV plan that does not fit its buffers
 """
 
 
@@ -18,6 +20,14 @@ class ConfigurationError(MjolnirError, ValueError):
 
 class CounterFileError(MjolnirError):
     """A counters file that is truncated, foreign or of another version."""
+
+
+class KernelInspectionError(MjolnirError):
+    """Machine code that can't be disassembled here: a tool is missing, or does not know the architecture."""
+
+
+class KernelMissingError(MjolnirError, RuntimeError):
+    """A kernel variant that is not compiled, at a point where it is too late to compile; names the variant."""
 
 
 class LayoutError(MjolnirError, ValueError):

@@ -1,6 +1,7 @@
 """Settings from the environment: which name wins, what counts as unset, what a bad value says."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ VARIABLES = [
     ("MJOLNIR_ATTN_NONCAUSAL", "0", "noncausal", False),
     ("MJOLNIR_ATTN_FUSED_DRAFT", "0", "fused_draft", False),
     ("MJOLNIR_ATTN_KV_LAYOUT", "B2HND", "kv_layout", "B2HND"),
+    ("MJOLNIR_ATTN_KERNEL_CACHE", "/srv/kernels", "kernel_cache", "/srv/kernels"),
     ("MJOLNIR_ATTN_BANNER", "0", "banner", False),
     ("MJOLNIR_CONFIG", "qwen3-8b-fp8", "config_name", "qwen3-8b-fp8"),
 ]
@@ -34,7 +36,7 @@ def test_defaults_without_any_variable():
     assert BackendSettings.from_env() == BackendSettings(
         disabled=False,
         fallback="",
-        q_dtype="fp8",
+        q_dtype="auto",
         max_q_len=0,
         ctas_per_sm=2,
         max_splits=16,
@@ -42,6 +44,7 @@ def test_defaults_without_any_variable():
         noncausal=True,
         fused_draft=True,
         kv_layout="",
+        kernel_cache="",
         banner=True,
         config_name="",
     )
@@ -134,8 +137,9 @@ def test_all_six_layouts_in_any_case(monkeypatch, layout):
         ("MJOLNIR_ATTN_DISABLE", "maybe", "1, true, yes, on, 0, false, no, off"),
         ("MJOLNIR_ATTN_BANNER", "2", "1, true, yes, on, 0, false, no, off"),
         ("MJOLNIR_ATTN_DRAFT_T5", "maybe", "1, true, yes, on, 0, false, no, off"),
-        ("MJOLNIR_ATTN_Q_DTYPE", "int8", "fp8, e4m3, bf16, bfloat16"),
+        ("MJOLNIR_ATTN_Q_DTYPE", "int8", "auto, fp8, e4m3, bf16, bfloat16"),
         ("MJOLNIR_ATTN_KV_LAYOUT", "NHD", "BHN2D, BNH2D, B2NHD, B2HND, 2BNHD, 2BHND"),
+        ("MJOLNIR_ATTN_KERNEL_CACHE", "kernels", "1, true, yes, on, 0, false, no, off, an absolute path"),
         ("MJOLNIR_ATTN_CTAS", "two", "a whole number, 1 or more"),
         ("MJOLNIR_ATTN_CTAS", "0", "a whole number, 1 or more"),
         ("MJOLNIR_ATTN_CTAS", "1.5", "a whole number, 1 or more"),
@@ -157,6 +161,28 @@ def test_smallest_accepted_numbers(monkeypatch):
     monkeypatch.setenv("MJOLNIR_ATTN_MAX_SPLITS", "1")
     settings = BackendSettings.from_env()
     assert (settings.max_q_len, settings.ctas_per_sm, settings.max_splits) == (0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "root", "directory"),
+    [
+        ("", None, "/home/thor/.cache/mjolnir/kernels"),
+        ("", "/data/vllm", "/data/vllm/mjolnir/kernels"),
+        ("On", "/data/vllm", "/data/vllm/mjolnir/kernels"),
+        ("1", " ", "/home/thor/.cache/mjolnir/kernels"),
+        ("/srv/kernels", "/data/vllm", "/srv/kernels"),
+        ("~/kernels", "/data/vllm", "/home/thor/kernels"),
+        ("off", "/data/vllm", None),
+        ("0", None, None),
+    ],
+)
+def test_directory_of_compiled_kernels(monkeypatch, value, root, directory):
+    monkeypatch.setenv("HOME", "/home/thor")
+    monkeypatch.setenv("MJOLNIR_ATTN_KERNEL_CACHE", value)
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    if root is not None:
+        monkeypatch.setenv("VLLM_CACHE_ROOT", root)
+    assert BackendSettings.from_env().kernel_cache_directory == (Path(directory) if directory else None)
 
 
 def test_configuration_error_is_a_value_error():
