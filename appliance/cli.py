@@ -1,13 +1,16 @@
 """The `mjolnir` command line.
 
-What a command needs is imported inside it: `mjolnir version` must not wait for a web framework, and nothing here
-ever imports vLLM or PyTorch.
+What a command needs is imported inside it: `mjolnir version` must not wait for a web framework, and only `verify` and
+`bench`, which run kernels, ever import PyTorch.
 """
 
+import contextlib
 import json
+import shlex
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +18,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from appliance.errors import ApplianceError, EngineError
+from appliance.errors import ApplianceError, EngineError, SettingsError
 from mjolnir import __version__
+from mjolnir.errors import ConfigurationError
 
 app = typer.Typer(
     name="mjolnir",
@@ -25,6 +29,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 _STATUS_SECONDS = 5.0
 
@@ -86,6 +92,57 @@ def status(
 
 
 @app.command()
+def verify(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for what decodes on a machine without a GPU.")] = "cuda",
+) -> None:
+    """Check T5's results on this machine against float64.
+
+    Exit code 0: all are right; 1: one is wrong; 2: there is no usable device.
+    """
+    with _kernel_errors():
+        from mjolnir.bench import verify as verification  # noqa: PLC0415
+
+        right = verification.main(device, as_json=as_json)
+    if not right:
+        raise typer.Exit(1)
+
+
+@bench_app.command()
+def kernel(
+    shapes: Annotated[
+        str, typer.Option(help="HEADSxKV_HEADSxHEAD_SIZE,...", show_default="32x8x128,24x4x256,64x8x128,9x3x64")
+    ] = "",
+    q_len: Annotated[str, typer.Option(help="Query tokens of a sequence.")] = "1,4",
+    page: Annotated[str, typer.Option(help="Tokens of a page.")] = "16,128",
+    layout: Annotated[str, typer.Option(help="Orders of a page's dimensions: NHD, HND.")] = "NHD",
+    kv: Annotated[str, typer.Option(help="Formats of the cache.")] = "fp8,e2m3",
+    cells: Annotated[str, typer.Option(help="all, quick or skewed.")] = "all",
+    peers: Annotated[str, typer.Option(help="auto (those that are installed) or none.")] = "auto",
+    time_budget: Annotated[
+        float | None, typer.Option(help="Seconds after which no further cell is begun.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Result file, written anew after each cell.")] = None,
+) -> None:
+    """Time T5 beside other decode-attention kernels on a GPU.
+
+    Exit code 0: measured; 1: T5 gave a wrong result or failed; 2: an option or the device can't be used.
+    """
+    with _kernel_errors():
+        from mjolnir.bench import kernel_decode  # noqa: PLC0415
+
+        right = kernel_decode.main(
+            kernel_decode.parse_cells(shapes, q_len, page, cells, layout, kv),
+            peers=peers,
+            out=out,
+            seconds=float("inf") if time_budget is None else time_budget,
+            command=shlex.join(["mjolnir", *sys.argv[1:]]),
+        )
+    if not right:
+        raise typer.Exit(1)
+
+
+@app.command()
 def version() -> None:
     """Show the version."""
     sys.stdout.write(f"mjolnir {__version__}\n")
@@ -98,6 +155,19 @@ def main() -> None:
     except ApplianceError as error:
         sys.stderr.write(f"mjolnir: {error}\n")
         sys.exit(error.exit_code)
+
+
+@contextlib.contextmanager
+def _kernel_errors() -> Iterator[None]:
+    """Makes one line and exit code 2 of what a kernel command can't use."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise SettingsError(str(error)) from None
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "triton"):
+            raise
+        raise SettingsError(f"{error.name} is not installed here; accepted: the Python of the engine") from None
 
 
 def _fetch(url: str) -> dict[str, Any]:

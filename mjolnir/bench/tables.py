@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mjolnir.bench.cpu_decode import BASELINE, GOAL
+
 HEADING = """# Figures
 
 Generated from `docs/results/*.json` by `scripts/bench tables`; each part names the command that measures it again.
@@ -30,11 +32,24 @@ def _section(document: dict[str, Any]) -> str:
         "",
         f"`{document['command']}`, {document['date']}, {document['machine']}; {versions}.",
         "",
+        *_verdict(document["rows"]),
         f"| {' | '.join(columns)} |",
         f"|{'---|' * len(columns)}",
         *(f"| {' | '.join(_cell(row.get(column)) for column in columns)} |" for row in document["rows"]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _verdict(rows: list[dict[str, Any]]) -> list[str]:
+    """Where ratios stand against the goal, as the lines of a paragraph; none for a part without ratios."""
+    ours = [row for row in rows if "ratio" in row and row["backend"] != BASELINE[0]]
+    if not ours:
+        return []
+    above = [f"{row['streams']}x{row['context']} ({row['ratio']})" for row in ours if row["ratio"] > GOAL]
+    if not above:
+        return [f"Goal: a ratio of at most {GOAL}, which every case meets.", ""]
+    missed = f"**Missed in {len(above)} of {len(ours)} cases**, streams x context (ratio): {', '.join(above)}."
+    return [f"Goal: a ratio of at most {GOAL}. {missed}", ""]
 
 
 def _cell(value: Any) -> str:
