@@ -7,15 +7,16 @@ kernel whose output is wrong gets no figure. The ceiling is the time of merely r
 
 import functools
 import math
+import os
 import statistics
 import sys
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
@@ -28,6 +29,10 @@ from mjolnir.errors import ConfigurationError
 from mjolnir.layouts import split_kv
 from mjolnir.reference import e2m3
 from mjolnir.runner import HEAD_SIZES, PAGE_SIZES, DecodeRunner, RunnerConfig
+
+if TYPE_CHECKING:
+    from mjolnir.kernels.compiler import KernelVariant
+    from mjolnir.kernels.tuning import StreamTuning
 
 POOL_BYTES = 1 << 31
 LAYOUTS = {"NHD": "BNH2D", "HND": "BHN2D"}
@@ -239,6 +244,24 @@ def t5_launch(work: Workload, runner: DecodeRunner) -> Launch:
         runner.run(plans[buffer], work.query, work.out, work.kv, k_scale, v_scale, work.softmax_scale)
 
     return Launch(run, work.out)
+
+
+def compile_ahead(wanted: Iterable[tuple[Cell, "StreamTuning | None"]]) -> None:
+    """Compile what cells need, on all cores at once; a tuning overrides a cell's own configuration."""
+    from mjolnir.kernels.stream_runner import StreamRunner, process_cache  # noqa: PLC0415  (imports Triton)
+
+    device = torch.device("cuda")
+    pool = torch.zeros(1 << 29, dtype=torch.uint8, device=device)
+    variants: list[KernelVariant] = []
+    for cell, tuning in wanted:
+        small = replace(cell, batch=uniform(len(cell.batch.lengths), 128))
+
+        def collect(variant: "KernelVariant", _grid: tuple[int, ...], _arguments: tuple[Any, ...]) -> None:
+            variants.append(variant)
+
+        runner = StreamRunner(cell.config(device), tuning=tuning, launch=collect, ahead=False)
+        t5_launch(Workload(small, pool), runner).run(0)
+    process_cache().precompile(variants, workers=os.cpu_count() or 1)
 
 
 def time_kernel(work: Workload, launch: Launch, largest_error: float, timer: Timer = time_launches) -> Measurement:
@@ -471,6 +494,7 @@ def main(cells: Sequence[Cell], *, peers: str, out: Path | None, seconds: float,
     for note in (*notes, *(f"no {name}: {reason}" for name, reason in missing.items())):
         _say(note)
     pool = make_pool(device)
+    compile_ahead((cell, None) for cell in cells)
     bench = KernelBench(pool, ReadCeiling(pool).us, peers=found, factory=t5_runner, timer=time_launches)
     rows: list[Row] = []
     done = 0

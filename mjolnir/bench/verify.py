@@ -274,7 +274,12 @@ def t5_runner(config: RunnerConfig) -> DecodeRunner:
     Raises:
         ConfigurationError: there is none for it.
     """
-    return create_runner(replace(config, q_dtype=q_dtype_for(config.device.type, "auto")))
+    config = replace(config, q_dtype=q_dtype_for(config.device.type, "auto"))
+    if config.device.type != "cuda":
+        return create_runner(config)
+    from mjolnir.kernels.stream_runner import StreamRunner  # noqa: PLC0415  (imports Triton)
+
+    return StreamRunner(config, ahead=False)  # a few steps each: compile what they need
 
 
 def usable_device(name: str) -> torch.device:

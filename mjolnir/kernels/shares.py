@@ -2,8 +2,8 @@
 
 All tiles of all (sequence, KV head, query tile) pairs form one line, sequence by sequence. The programs of a launch
 take equal stretches of it, at most one tile longer or shorter than another, however skewed the lengths are. A program
-finds its stretch from the live sequence lengths alone: there is no plan that could be stale, so a captured graph or a fused
-draft step always works on the lengths of its replay.
+finds its stretch from the live sequence lengths alone: there is no plan that could be stale, so a captured graph or a
+fused draft step always works on the lengths of its replay.
 
 A program that attends to a pair alone writes its output. Of the programs that share a pair, the last to arrive merges
 all pieces by their log-sum-exp, in the order of the line, so the result does not depend on who was last.

@@ -60,17 +60,34 @@ class StreamRunner:
         tuning: StreamTuning | None = None,
         cache: KernelCache | None = None,
         launch: Launch | None = None,
+        ahead: bool = True,
     ) -> None:
+        """Allocate buffers; nothing is compiled yet.
+
+        Args:
+            config: what the runner is for; Q must be ``bf16``.
+            num_sms: SMs to fill; None for the device's.
+            tuning: overrides the tuned configurations.
+            cache: of compiled kernels; None for the process's.
+            launch: replaces compiling and launching.
+            ahead: compile everything at the first step; else each variant when it is first needed, for measurements.
+        """
         if config.q_dtype != "bf16":
             raise ConfigurationError(
                 f"Q dtype {config.q_dtype}: the CUDA kernels take bf16 (Q as it comes), which costs them no time"
             )
         if config.kv_format == "e2m3" and config.head_size not in PACKED_HEAD_SIZES:
             raise ConfigurationError(f"e2m3 with head size {config.head_size}: accepted: {PACKED_HEAD_SIZES}")
+        arch = "default"
+        if config.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(config.device)
+            arch = f"sm_{properties.major}{properties.minor}"
+            num_sms = num_sms or properties.multi_processor_count
         if num_sms is None:
-            num_sms = torch.cuda.get_device_properties(config.device).multi_processor_count
+            raise ConfigurationError(f"device {config.device}: accepted: a CUDA device, or a number of SMs")
         self.config = config
-        self.shapes = {n: shape_of(config, n, num_sms, tuning) for n in range(1, config.max_q_len + 1)}
+        self.shapes = {n: shape_of(config, n, num_sms, arch, tuning) for n in range(1, config.max_q_len + 1)}
+        self._ahead = ahead
         self._cache = cache
         self._launch = launch
         self._compiled: dict[Choice, tuple[Any, Any]] = {}
@@ -174,7 +191,7 @@ class StreamRunner:
 
     def _prepare(self, choice: Choice) -> tuple[Any, Any]:
         """Compile everything that steps with these tensors can need."""
-        choices = {choice, *siblings(choice, self.shapes)}
+        choices = {choice, *siblings(choice, self.shapes)} if self._ahead else {choice}
         variants = []
         for each in choices:
             shape = self.shapes[each.q_len]

@@ -1,36 +1,15 @@
-"""Tuned launch configurations as data, by architecture, head size and query rows."""
+"""Tuned launch configurations: named data by architecture, written by ``mjolnir.bench.autotune``.
 
+``tuned/sm_90.json`` and its like hold, for each head size, KV format and number of query rows, a configuration and the
+measurement that chose it. An architecture without a file of its own takes ``tuned/default.json``.
+"""
+
+import functools
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
-
-@dataclass(frozen=True)
-class DecodeTuning:
-    """How the decode kernel is launched.
-
-    Attributes:
-        tile: KV tokens of a tile.
-        warps: warps of a program.
-        stages: depth of the load pipeline.
-        programs_per_sm: programs that run side by side on one SM.
-    """
-
-    tile: int
-    warps: int
-    stages: int
-    programs_per_sm: int
-
-
-# Until measured there: what the naive kernel of the peers' study found best on an H200 (tile 128 at d 64 and 128).
-DEFAULT = {
-    64: DecodeTuning(tile=128, warps=4, stages=3, programs_per_sm=2),
-    128: DecodeTuning(tile=64, warps=4, stages=3, programs_per_sm=2),
-    256: DecodeTuning(tile=64, warps=4, stages=2, programs_per_sm=2),
-}
-
-
-def decode_tuning(head_size: int) -> DecodeTuning:
-    """The configuration for a head size."""
-    return DEFAULT[head_size]
+TUNED = Path(__file__).parent / "tuned"
 
 
 @dataclass(frozen=True)
@@ -63,25 +42,25 @@ class StreamTuning:
     wide: bool = False
 
 
-def stream_tuning(head_size: int, rows: int, packed: bool = False) -> StreamTuning:
-    """The configuration for a head size and a number of query rows of a KV head."""
-    if rows <= 8:
-        return STREAM[head_size]
-    if head_size == 64 or packed:
-        # Row groups of 16: beyond 64 rows the cache is read once for every 64.
-        groups = 1 if rows <= 16 else 2 if rows <= 32 else 4
-        tokens = 32 if head_size == 64 else 16
-        half = head_size == 256  # sums of 16 rows would not fit the registers
-        return StreamTuning(rows=8 if half else 16, row_groups=min(4, 2 * groups) if half else groups, tokens=tokens)
-    if head_size == 128 and rows <= 16:
-        return StreamTuning(rows=16, least_tiles=2)
-    return StreamTuning(rows=16 if rows <= 16 else 32, wide=True)
+@functools.cache
+def _tuned(arch: str) -> tuple[tuple[str, int, int, StreamTuning], ...]:
+    """(KV format, head size, most query rows, configuration) of an architecture, fewest rows first."""
+    path = TUNED / f"{arch}.json"
+    if not path.exists():
+        path = TUNED / "default.json"
+    entries = json.loads(path.read_text())["rows"]
+    found = [(e["kv_format"], e["head_size"], e["query_rows"], StreamTuning(**e["tuning"])) for e in entries]
+    return tuple(sorted(found, key=lambda entry: entry[2]))
 
 
-# Measured on an H200 on 2026-12-02, Triton 3.6, page 16, best of the configurations tried over batch x context of
-# 1x4096 to 64x2048: see docs/kernels.md.
-STREAM = {
-    64: StreamTuning(tokens=32, warps=2, programs_per_sm=6, max_registers=168),
-    128: StreamTuning(warps=2, programs_per_sm=6, max_registers=168, least_tiles=4),
-    256: StreamTuning(warps=2, programs_per_sm=4, least_tiles=4),
-}
+def stream_tuning(arch: str, head_size: int, rows: int, kv_format: str = "fp8") -> StreamTuning:
+    """The configuration for a head size and a number of query rows of a KV head.
+
+    Args:
+        arch: ``sm_90`` and the like.
+        head_size: 64, 128 or 256.
+        rows: query rows of a KV head; more than any entry has take the one with the most, in several query tiles.
+        kv_format: ``fp8`` or ``e2m3``.
+    """
+    fitting = [(most, tuning) for kind, size, most, tuning in _tuned(arch) if (kind, size) == (kv_format, head_size)]
+    return next((tuning for most, tuning in fitting if rows <= most), fitting[-1][1])

@@ -102,10 +102,12 @@ class Shape:
         return self.programs <= MERGE_HERE_PIECES * num_seqs * self.config.num_kv_heads * self.q_tiles
 
 
-def shape_of(config: RunnerConfig, q_len: int, num_sms: int, tuning: StreamTuning | None = None) -> Shape:
-    """The shape of a query length; ``tuning`` overrides the tuned configuration."""
+def shape_of(
+    config: RunnerConfig, q_len: int, num_sms: int, arch: str = "default", tuning: StreamTuning | None = None
+) -> Shape:
+    """The shape of a query length, tuned for an architecture; ``tuning`` overrides that."""
     rows = q_len * config.heads_per_kv_head
-    return Shape(config, q_len, tuning or stream_tuning(config.head_size, rows, config.kv_format == "e2m3"), num_sms)
+    return Shape(config, q_len, tuning or stream_tuning(arch, config.head_size, rows, config.kv_format), num_sms)
 
 
 def siblings(choice: Choice, shapes: dict[int, Shape]) -> Iterator[Choice]:
@@ -205,7 +207,7 @@ def _seqs_layout(config: RunnerConfig, warps: int) -> gl.BlockedLayout:
 
 
 def _max_seqs(config: RunnerConfig) -> int:
-    return int(triton.next_power_of_2(config.max_num_seqs))
+    return max(64, int(triton.next_power_of_2(config.max_num_seqs)))  # fewer save nothing, and cost variants
 
 
 def _constants(shape: Shape, choice: Choice) -> dict[str, Any]:
@@ -234,8 +236,8 @@ def _constants(shape: Shape, choice: Choice) -> dict[str, Any]:
         "PDL": tuning.pdl,
         "MERGE_HERE": choice.merge_here,
         "AT_ONCE": at_once,
-        # As much as 64 registers of a thread hold.
-        "PIECES": max(1, 128 * 32 // (max(1, at_once // warps) * d)),
+        # As much as 32 registers of a thread hold, but no more pieces than are merged here as a rule.
+        "PIECES": min(MERGE_HERE_PIECES, max(1, 64 * 32 // (max(1, at_once // warps) * d))),
         "OUTPUT": gl.BlockedLayout([1, 4], [32 // across, across], [warps, 1], [1, 0]),
         "MERGED": gl.BlockedLayout([1, 1, d // 32], [1, 1, 32], [1, warps, 1], [2, 1, 0]),
         "SEQS": _seqs_layout(config, warps),

@@ -1,0 +1,176 @@
+"""Finds the kernels' launch configurations on this machine's GPU: ``python -m mjolnir.bench.autotune``.
+
+Each class of head size, KV format and query rows is measured on one head shape over a few batches, with every
+candidate; the one that comes nearest to reading at full speed, by geometric mean, is written to
+``mjolnir/kernels/tuned``.
+"""
+
+import argparse
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mjolnir.bench.graph_timing import ReadCeiling, driver_version
+from mjolnir.bench.kernel_decode import (
+    Cell,
+    Shape,
+    compile_ahead,
+    geometric_mean,
+    make_pool,
+    measure,
+    uniform,
+)
+from mjolnir.bench.results import write_result
+from mjolnir.bench.verify import usable_device
+from mjolnir.kernels.stream_runner import StreamRunner
+from mjolnir.kernels.tuning import TUNED, StreamTuning
+
+BATCHES = tuple(uniform(*pair) for pair in ((1, 4096), (1, 131072), (16, 4096), (64, 2048)))
+
+
+@dataclass(frozen=True)
+class Class:
+    """Steps that share a configuration.
+
+    Attributes:
+        shape: the heads that it is measured on.
+        q_len: query tokens that make up the rows.
+        query_rows: most query rows of a KV head.
+        kv_format: ``fp8`` or ``e2m3``.
+    """
+
+    shape: Shape
+    q_len: int
+    query_rows: int
+    kv_format: str = "fp8"
+
+
+CLASSES = (
+    Class(Shape(9, 3, 64), 1, 8),
+    Class(Shape(9, 3, 64), 4, 16),
+    Class(Shape(32, 4, 64), 4, 32),
+    Class(Shape(32, 2, 64), 4, 64),
+    Class(Shape(32, 8, 128), 1, 8),
+    Class(Shape(32, 8, 128), 4, 16),
+    Class(Shape(64, 8, 128), 4, 32),
+    Class(Shape(24, 4, 256), 1, 8),
+    Class(Shape(24, 4, 256), 2, 16),
+    Class(Shape(24, 4, 256), 4, 32),
+    Class(Shape(32, 8, 128), 1, 8, "e2m3"),
+    Class(Shape(32, 8, 128), 4, 16, "e2m3"),
+    Class(Shape(64, 8, 128), 4, 32, "e2m3"),
+    Class(Shape(24, 4, 256), 1, 8, "e2m3"),
+    Class(Shape(24, 4, 256), 2, 16, "e2m3"),
+    Class(Shape(24, 4, 256), 4, 32, "e2m3"),
+)
+
+
+def candidates(kind: Class) -> Iterator[StreamTuning]:
+    """Configurations worth a try for a class."""
+    d, rows = kind.shape.head_size, kind.query_rows
+    # Warps, programs side by side, cap of registers: what fits the 64 Ki registers of an SM.
+    fits = (
+        ((2, 4, None), (2, 6, 168), (2, 8, 128), (4, 2, None), (4, 3, 168))
+        if rows <= 8
+        else ((2, 4, None), (4, 2, None))
+    )
+    height = 8 if rows <= 8 or d == 256 else 16
+    groups = max(1, rows // height)
+    tokens = (32,) if d == 64 else (16,)
+    for (warps, programs, cap), t in itertools.product(fits, tokens):
+        if groups > warps or (groups == warps and kind.kv_format == "fp8" and d != 64):
+            continue
+        tuning = StreamTuning(
+            warps=warps, row_groups=groups, rows=height, tokens=t, programs_per_sm=programs, max_registers=cap
+        )
+        yield tuning
+        if rows <= 8:
+            yield replace(tuning, least_tiles=4)
+    if groups == 4:
+        yield StreamTuning(warps=4, row_groups=4, rows=height, tokens=tokens[0])
+    if d > 64 and kind.kv_format == "fp8":
+        for programs, cap in ((2, None), (3, 168)):
+            yield StreamTuning(wide=True, rows=rows, programs_per_sm=programs, max_registers=cap)
+
+
+def tune(device: torch.device, seconds: float) -> list[dict[str, Any]]:
+    """Measure all classes; those that the time does not suffice for are left out."""
+    cells = {kind: [Cell(kind.shape, b, kind.q_len, kv_format=kind.kv_format) for b in BATCHES] for kind in CLASSES}
+    compile_ahead((cell, tuning) for kind in CLASSES for cell in cells[kind] for tuning in candidates(kind))
+    pool = make_pool(device)
+    ceiling = ReadCeiling(pool)
+    deadline = time.monotonic() + seconds
+    found = []
+    for kind in CLASSES:
+        if time.monotonic() > deadline:
+            sys.stderr.write(f"autotune: no time left for {kind}\n")
+            continue
+        tried = []
+        for tuning in candidates(kind):
+            times = {cell.batch.name: _us(cell, tuning, pool) for cell in cells[kind]}
+            if all(math.isfinite(us) for us in times.values()):
+                score = geometric_mean([ceiling.us(cell.bytes) / times[cell.batch.name] for cell in cells[kind]])
+                tried.append((score, tuning, times))
+        if not tried:
+            sys.stderr.write(f"autotune: nothing works for {kind}\n")
+            continue
+        score, tuning, times = max(tried, key=lambda entry: entry[0])
+        sys.stderr.write(f"{kind}: {score:.3f} of the ceiling, {tuning}\n")
+        found.append(
+            {
+                "kv_format": kind.kv_format,
+                "head_size": kind.shape.head_size,
+                "query_rows": kind.query_rows,
+                "tuning": asdict(tuning),
+                "measured": {"shape": str(kind.shape), "q_len": kind.q_len, "us": times, "fraction": round(score, 3)},
+                "others": [{"tuning": _changed(t), "fraction": round(s, 3)} for s, t, _ in tried],
+            }
+        )
+    return found
+
+
+def _us(cell: Cell, tuning: StreamTuning, pool: torch.Tensor) -> float:
+    try:
+        result = measure(cell, StreamRunner(cell.config(pool.device), tuning=tuning, ahead=False), pool)
+    except (RuntimeError, ValueError) as error:
+        sys.stderr.write(f"autotune: {cell}, {tuning}: {str(error)[:200]}\n")
+        return math.inf
+    if result.fault:
+        sys.stderr.write(f"autotune: {cell}, {tuning}: {result.fault}\n")
+    return math.inf if result.us is None else round(result.us, 2)
+
+
+def _changed(tuning: StreamTuning) -> dict[str, Any]:
+    """What of a configuration is not the default."""
+    default = asdict(StreamTuning())
+    return {name: value for name, value in asdict(tuning).items() if value != default[name]}
+
+
+def main() -> None:
+    """Tune, and write the file of this machine's architecture."""
+    parser = argparse.ArgumentParser(prog="python -m mjolnir.bench.autotune", description=__doc__)
+    parser.add_argument("--out", type=Path, help="file to write; default: that of this GPU's architecture")
+    parser.add_argument("--time-budget", type=float, default=math.inf, help="seconds after which no class is begun")
+    arguments = parser.parse_args()
+    device = usable_device("cuda")
+    major, minor = torch.cuda.get_device_capability()
+    rows = tune(device, arguments.time_budget)
+    write_result(
+        arguments.out or TUNED / f"sm_{major}{minor}.json",
+        what="Launch configurations of T5's kernels, and the microseconds of a step that chose them (page 16, L2-cold)",
+        command="python -m mjolnir.bench.autotune",
+        rows=rows,
+        gpu=torch.cuda.get_device_name(),
+        driver=driver_version(),
+    )
+
+
+if __name__ == "__main__":
+    main()
