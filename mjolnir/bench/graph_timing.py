@@ -135,7 +135,7 @@ class ReadCeiling:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _read_kernel(words: Any, sums: Any, count: Any, rounds: Any, BLOCK: tl.constexpr) -> None:  # noqa: N803
+def _read_kernel(words, sums, count, rounds, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """One program reads every num_programs-th block, and stores a sum so that no load can be left out."""
     program = tl.program_id(0)
     offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

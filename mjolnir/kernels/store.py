@@ -4,8 +4,6 @@ The format of codes and rows is told in `mjolnir.reference.e2m3`. Inside the ker
 a plane: sign in bit 7, magnitude in bits 4..0.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-
 import torch
 import triton
 import triton.language as tl

@@ -148,7 +148,7 @@ def decode_variant(shape: Shape, choice: Choice) -> KernelVariant:
         wide_kernel if tuning.wide else stream_kernel,
         tuple(arguments.items()),
         tuple(constants.items()),
-        label=_label(shape, choice),
+        label=_label(shape, choice) + (", merging" if choice.merge_here else ""),
         aligned=("K", "V", "PART_O", "PART_ML"),
         num_warps=tuning.warps,
         maxnreg=tuning.max_registers,

@@ -285,14 +285,14 @@ def test_refuses_an_fp8_query() -> None:
 
 
 def test_refuses_a_cache_that_is_not_aligned() -> None:
+    storage = torch.zeros(2 * 16 * 2 * 128 + 8, dtype=torch.uint8, device=DEVICE)[8:]
     step = Step(Case(lengths=(20,), out_dtype=torch.bfloat16))
-    kv = step.cache()
-    shifted = []
-    for cache in (kv.k, kv.v):
-        storage = torch.empty(cache.untyped_storage().nbytes() + 8, dtype=torch.uint8)
-        shifted.append(storage[8:].as_strided(cache.shape, cache.stride()))
+    cache = storage.view(2, 2, 16, 128).transpose(1, 2)
+    runner = runner_for(step.case)
+    plan = runner.plan(step.seq_lens, step.block_table, q_len=1, causal=True)
+    query, one = step.query.to(DEVICE), torch.ones(1, device=DEVICE)
     with pytest.raises(ConfigurationError, match="multiples of 16 bytes"):
-        attend(step, kv=PagedKV(*shifted))
+        runner.run(plan, query, torch.empty_like(query), PagedKV(cache[..., :64], cache[..., 64:]), one, one, 0.125)
 
 
 class TestShares:

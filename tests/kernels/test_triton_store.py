@@ -1,6 +1,6 @@
 """The Triton kernels that fill and expand an e2m3 cache, bit for bit against the reference.
 
-On a GPU, or in Triton's interpreter in a process of its own; see `test_triton.py`.
+On a GPU, or in Triton's interpreter in a process of its own; see `test_interpreted.py`.
 """
 
 import dataclasses

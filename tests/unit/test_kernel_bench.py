@@ -435,7 +435,7 @@ def test_command(monkeypatch, capsys, tmp_path, pool: torch.Tensor) -> None:
     monkeypatch.setattr(kernel_decode, "make_pool", lambda device: pool)
     monkeypatch.setattr(kernel_decode, "ReadCeiling", lambda pool: types.SimpleNamespace(us=lambda size: size / 1e4))
     monkeypatch.setattr(kernel_decode, "t5_runner", OracleRunner)
-    monkeypatch.setattr(kernel_decode, "compile_ahead", lambda wanted: list(wanted))
+    monkeypatch.setattr(kernel_decode, "compile_ahead", list)
     monkeypatch.setattr(kernel_decode, "time_launches", StubTimer())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setitem(kernel_decode.BATCHES, "quick", (RAGGED,))
