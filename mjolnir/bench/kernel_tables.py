@@ -66,7 +66,7 @@ def _kernels(document: dict[str, Any]) -> list[str]:
 
 
 def _largest_error(document: dict[str, Any], kernel: str) -> float:
-    return max(row["relative_error"] for row in document["rows"] if row["kernel"] == kernel)
+    return max(float(row["relative_error"]) for row in document["rows"] if row["kernel"] == kernel)
 
 
 def main() -> None:
