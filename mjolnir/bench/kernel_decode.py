@@ -248,19 +248,18 @@ def t5_launch(work: Workload, runner: DecodeRunner) -> Launch:
 
 def compile_ahead(wanted: Iterable[tuple[Cell, "StreamTuning | None"]]) -> None:
     """Compile what cells need, on all cores at once; a tuning overrides a cell's own configuration."""
-    from mjolnir.kernels.stream_runner import StreamRunner, process_cache  # noqa: PLC0415  (imports Triton)
+    from mjolnir.kernels.stream_runner import process_cache, variants_of  # noqa: PLC0415  (imports Triton)
 
     device = torch.device("cuda")
     pool = torch.zeros(1 << 29, dtype=torch.uint8, device=device)
     variants: list[KernelVariant] = []
     for cell, tuning in wanted:
-        small = replace(cell, batch=uniform(len(cell.batch.lengths), 128))
+        work = Workload(replace(cell, batch=uniform(len(cell.batch.lengths), 128)), pool)
 
-        def collect(variant: "KernelVariant", _grid: tuple[int, ...], _arguments: tuple[Any, ...]) -> None:
-            variants.append(variant)
+        def use(runner: DecodeRunner, work: Workload = work) -> None:
+            t5_launch(work, runner).run(0)
 
-        runner = StreamRunner(cell.config(device), tuning=tuning, launch=collect, ahead=False)
-        t5_launch(Workload(small, pool), runner).run(0)
+        variants += variants_of(cell.config(device), use, tuning=tuning)
     process_cache().precompile(variants, workers=os.cpu_count() or 1)
 
 

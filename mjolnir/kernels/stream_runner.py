@@ -204,6 +204,23 @@ class StreamRunner:
         return self._compiled[choice]
 
 
+def variants_of(
+    config: RunnerConfig,
+    use: Callable[[StreamRunner], object],
+    *,
+    num_sms: int | None = None,
+    tuning: StreamTuning | None = None,
+) -> list[KernelVariant]:
+    """The variants that ``use`` needs of a runner; nothing is compiled or launched."""
+    variants: list[KernelVariant] = []
+
+    def collect(variant: KernelVariant, _grid: tuple[int, ...], _arguments: tuple[Any, ...]) -> None:
+        variants.append(variant)
+
+    use(StreamRunner(config, num_sms=num_sms, tuning=tuning, launch=collect, ahead=False))
+    return variants
+
+
 @functools.cache
 def process_cache() -> KernelCache:
     """The kernel cache of this process, in the directory that the environment names."""

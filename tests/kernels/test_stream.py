@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mjolnir.errors import ConfigurationError
 from mjolnir.kernels.shares import merge_kernel
-from mjolnir.kernels.stream_runner import StreamRunner
+from mjolnir.kernels.stream_runner import StreamRunner, variants_of
 from mjolnir.kernels.tuning import StreamTuning
 from mjolnir.kernels.variants import Choice, Strides, shape_of, siblings
 from mjolnir.layouts import PagedKV
@@ -310,6 +310,19 @@ class TestShares:
             if causal or q_len > 1
         }
         assert found == wanted
+
+    def test_variants_that_a_step_needs(self) -> None:
+        """Nothing is compiled to tell: a batch of one on 132 SMs has its pieces merged by a launch of its own."""
+        step = Step(Case(lengths=(300,), kv_heads=2, group=4, head_size=128, out_dtype=torch.bfloat16))
+        config = RunnerConfig(8, 2, 128, 16, torch.bfloat16, 1, DEVICE, q_dtype="bf16")
+
+        def attend_once(runner: StreamRunner) -> None:
+            plan = runner.plan(step.seq_lens, step.block_table, q_len=1, causal=True)
+            kv, one = step.cache(), torch.ones(1)
+            runner.run(plan, step.query, torch.empty_like(step.query), kv, one, one, 1.0)
+
+        labels = [variant.label for variant in variants_of(config, attend_once, num_sms=132)]
+        assert labels == ["8:2 d 128 fp8, page 16, q_len 1", "merge 8:2 d 128 fp8, page 16, q_len 1"]
 
     def test_merge_kernel_leaves_whole_pairs_alone(self) -> None:
         """One program, nothing is cut: the merge must not touch what the decode kernel wrote."""
