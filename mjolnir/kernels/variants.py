@@ -21,7 +21,7 @@ from mjolnir.kernels.wide import wide_kernel
 from mjolnir.runner import RunnerConfig
 
 # Up to as many pieces of a pair, the last program merges them; a launch of its own costs more than it saves. H200,
-# 2026-12-02: at 2 pieces a pair (64x2048) 73 us against 83 us, at 50 (1x4096) 18 us against 13 us.
+# 2026-12-02: at 2 pieces a pair (64x2048) 73 us against 83 us, at 99 (1x4096) 18 us against 13 us.
 MERGE_HERE_PIECES = 8
 MERGE_CHUNK, MERGE_WARPS = 64, 4
 WIDE_WARPS, WIDE_TOKENS, WIDE_TILE = 4, 16, 64  # what the wide kernel is written for
