@@ -41,8 +41,29 @@ MANIFEST = "manifest"  # of an entry: a SHA-256 for each of its other files; wit
 KEPT = (".cubin", ".json", ".ptx")  # of what a compilation leaves behind; the rest is ten times as large
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
+# One thread at a time goes from Python to Triton's IR: `ast.parse` counts its recursion in one place for all threads,
+# and in Python 3.11 fails ("AST constructor recursion depth mismatch") when another thread interrupts it. All of that
+# step holds the interpreter's lock anyway; what follows it, LLVM and ptxas, runs beside other threads.
+_front_end = threading.Lock()
+
 # Of this process: variants loaded and compiled, and the seconds that the compilations took.
 CACHE_STATS: dict[str, float] = {"loaded": 0, "compiled": 0, "compile_seconds": 0.0}
+
+
+class _Serialised:
+    """What Triton compiles, with the step from Python to IR under a lock."""
+
+    def make_ir(self, *args: Any, **kwargs: Any) -> Any:
+        with _front_end:
+            return super().make_ir(*args, **kwargs)  # type: ignore[misc]
+
+
+class _TritonSource(_Serialised, ASTSource):
+    pass
+
+
+class _GluonSource(_Serialised, GluonASTSource):
+    pass
 
 
 @dataclass(frozen=True)
@@ -104,7 +125,7 @@ class KernelVariant:
         parameters = self.kernel.arg_names
         types = {name: dict(self.arguments).get(name, "constexpr") for name in parameters}
         attributes = {(parameters.index(name),): DIVISIBLE_BY_16 for name in self.aligned}
-        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        kind = _GluonSource if self.kernel.is_gluon() else _TritonSource
         return kind(self.kernel, types, constants, attributes)
 
     def key(self, target: Any) -> str:

@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -204,6 +206,28 @@ class TestMemory:
         parallel = KernelCache(None).precompile(variants, SM90, workers=4)
         assert [kernel.asm["cubin"] for kernel in serial] == [kernel.asm["cubin"] for kernel in parallel]
         assert len({kernel.asm["cubin"] for kernel in serial}) == 4
+
+    def test_one_thread_at_a_time_goes_from_python_to_ir(self, monkeypatch):
+        """`ast.parse` of Python 3.11 fails where threads interrupt each other in it."""
+        original, inside, seen = ASTSource.make_ir, threading.Lock(), []
+
+        def make_ir(self, *args, **kwargs):
+            seen.append(inside.acquire(blocking=False))
+            try:
+                # Gives every other thread the chance to come in.
+                return original(self, *args, **kwargs)
+            finally:
+                if seen[-1]:
+                    inside.release()
+
+        monkeypatch.setattr(ASTSource, "make_ir", make_ir)
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            KernelCache(None).precompile([variant(block) for block in (128, 256, 512, 1024)], SM90, workers=4)
+        finally:
+            sys.setswitchinterval(interval)
+        assert seen == [True] * 4
 
     def test_counts_the_process(self):
         before = dict(CACHE_STATS)

@@ -289,8 +289,8 @@ def test_ranks_are_not_broadcast() -> None:
 
 def test_what_is_not_emulated_says_so() -> None:
     @gluon.jit
-    def shared(layout: gl.constexpr):
-        gl.allocate_shared_memory(gl.int32, [4], layout)
+    def histogram(layout: gl.constexpr):
+        gl.histogram(gl.arange(0, 128, layout=layout), 4, layout=layout)
 
-    with pytest.raises(NotImplementedError, match="allocate_shared_memory is not emulated"):
-        emulate(shared, (1,), LINE)
+    with pytest.raises(NotImplementedError, match="histogram is not emulated"):
+        emulate(histogram, (1,), LINE)
