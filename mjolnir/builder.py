@@ -13,7 +13,7 @@ from mjolnir.eligibility import ineligible_reason
 from mjolnir.env import BackendSettings
 from mjolnir.metadata import MjolnirMetadata
 from mjolnir.names import FallbackReason
-from mjolnir.runner import DecodeRunner, RunnerConfig, create_runner, q_dtype_for
+from mjolnir.runner import DecodeRunner, RunnerConfig, create_runner
 from mjolnir.steps import Batch, FallbackStep, StepLimits, T5Step, classify
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ def _runner_config(
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
         device=device,
         max_q_len=min(max_q_len, settings.max_q_len) if settings.max_q_len else max_q_len,
-        q_dtype=q_dtype_for(device.type, settings.q_dtype),
+        q_dtype=settings.q_dtype,
         ctas_per_sm=settings.ctas_per_sm,
         max_splits=settings.max_splits,
     )

@@ -16,7 +16,7 @@ LEGACY_PREFIX = "THOR_T5_"
 
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
-Q_DTYPES = {"auto": "auto", "fp8": "fp8", "e4m3": "fp8", "bf16": "bf16", "bfloat16": "bf16"}
+Q_DTYPES = {"fp8": "fp8", "e4m3": "fp8", "bf16": "bf16", "bfloat16": "bf16"}
 KV_LAYOUTS = ("BHN2D", "BNH2D", "B2NHD", "B2HND", "2BNHD", "2BHND")
 
 
@@ -109,7 +109,7 @@ class BackendSettings:
     Attributes:
         disabled: T5 is off; every step runs on the fallback.
         fallback: name of the stock backend for everything T5 does not take; empty means automatic.
-        q_dtype: precision of Q on T5 steps, ``fp8``, ``bf16`` or ``auto`` (fp8 on a CPU, bf16 on a GPU).
+        q_dtype: precision of Q on T5 steps, ``bf16`` (as it comes) or ``fp8`` (CPU only).
         max_q_len: most query tokens a request may have in a T5 step; 0 means 1 + num_speculative_tokens.
         ctas_per_sm: programs that the planner assumes to run side by side on one SM.
         max_splits: most pieces that the KV range of one sequence is cut into.
@@ -124,7 +124,7 @@ class BackendSettings:
 
     disabled: bool = False
     fallback: str = ""
-    q_dtype: str = "auto"
+    q_dtype: str = "bf16"
     max_q_len: int = 0
     ctas_per_sm: int = 2
     max_splits: int = 16
@@ -146,7 +146,7 @@ class BackendSettings:
         return cls(
             disabled=read_bool("MJOLNIR_ATTN_DISABLE", False),
             fallback=read("MJOLNIR_ATTN_FALLBACK").upper(),
-            q_dtype=read_choice("MJOLNIR_ATTN_Q_DTYPE", Q_DTYPES, "auto"),
+            q_dtype=read_choice("MJOLNIR_ATTN_Q_DTYPE", Q_DTYPES, "bf16"),
             max_q_len=read_int("MJOLNIR_ATTN_MAX_QLEN", 0, minimum=0),
             ctas_per_sm=read_int("MJOLNIR_ATTN_CTAS", 2, minimum=1),
             max_splits=read_int("MJOLNIR_ATTN_MAX_SPLITS", 16, minimum=1),

@@ -34,7 +34,8 @@ class RunnerConfig:
         max_num_seqs: most requests of a step.
         device: where the step runs.
         max_q_len: most query tokens of a request.
-        q_dtype: ``fp8`` (quantised per sequence and KV head) or ``bf16`` (as it comes).
+        q_dtype: ``bf16`` (as it comes, which costs nothing and is ten times as accurate: docs/kernels.md) or ``fp8``
+            (quantised per sequence and KV head).
         kv_format: ``fp8`` (e4m3 bytes) or ``e2m3`` (packed rows of `mjolnir.reference.e2m3`; CUDA only).
         ctas_per_sm: programs that run side by side on one SM.
         max_splits: most pieces that one sequence is cut into.
@@ -48,7 +49,7 @@ class RunnerConfig:
     max_num_seqs: int
     device: "torch.device"
     max_q_len: int = 1
-    q_dtype: str = "fp8"
+    q_dtype: str = "bf16"
     kv_format: str = "fp8"
     ctas_per_sm: int = 2
     max_splits: int = 16
@@ -144,13 +145,6 @@ def _cuda_runner(config: RunnerConfig) -> DecodeRunner:
 
 
 _RUNNERS: dict[str, Callable[[RunnerConfig], DecodeRunner]] = {"cpu": _cpu_runner, "cuda": _cuda_runner}
-# Q as it comes costs the CUDA kernels nothing, and is ten times as accurate (docs/kernels.md).
-_DEFAULT_Q_DTYPE = {"cpu": "fp8", "cuda": "bf16"}
-
-
-def q_dtype_for(device_type: str, choice: str) -> str:
-    """The query's precision on a kind of device: the choice, or the device's default where that is ``auto``."""
-    return _DEFAULT_Q_DTYPE.get(device_type, "bf16") if choice == "auto" else choice
 
 
 def unavailable_reason(device_type: str) -> str | None:

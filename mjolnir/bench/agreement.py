@@ -40,6 +40,7 @@ class Case:
         batch: requests at a time.
         options: engine options.
         environment: variables of the engine's process.
+        tokens: length of each answer.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Case:
     batch: int
     options: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
+    tokens: int = TOKENS
 
 
 # 16 pages of 128 tokens do not hold eight of these sequences: requests are preempted and recomputed.
@@ -128,7 +130,8 @@ def _margin_error(ours: Step, theirs: Step) -> list[float]:
 def generate(model: str, case: Case) -> list[list[Step]]:
     """Run a case in a child process, one list of steps a prompt."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
-        request = json.dumps({"batch": case.batch, "backend": case.backend, "kv": case.kv, "options": case.options})
+        fields = ("batch", "backend", "kv", "options", "tokens")
+        request = json.dumps({name: getattr(case, name) for name in fields})
         command = [sys.executable, "-m", __spec__.name, "--model", model, "--child", request, answer.name]
         subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, **case.environment})
         texts = json.load(answer)
@@ -149,7 +152,7 @@ def run_child(model: str, request: dict[str, Any], answer: Path) -> None:
         kv_cache_memory_bytes=1 << 28,
         **request["options"],
     )
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=TOP)
+    params = SamplingParams(temperature=0, max_tokens=request["tokens"], logprobs=TOP)
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     rounds = 2 if request["options"].get("enable_prefix_caching") else 1
     outputs: list[Any] = []

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from rich.table import Table
 
 from mjolnir.errors import ConfigurationError
 from mjolnir.layouts import PagedKV, split_kv
-from mjolnir.runner import DecodeRunner, RunnerConfig, create_runner, q_dtype_for
+from mjolnir.runner import DecodeRunner, RunnerConfig, create_runner
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAN_BYTE = 0x7F
@@ -275,7 +275,6 @@ def t5_runner(config: RunnerConfig) -> DecodeRunner:
     Raises:
         ConfigurationError: there is none for it.
     """
-    config = replace(config, q_dtype=q_dtype_for(config.device.type, "auto"))
     if config.device.type != "cuda":
         return create_runner(config)
     from mjolnir.kernels.stream_runner import StreamRunner  # noqa: PLC0415  (imports Triton)
@@ -369,8 +368,7 @@ def _compile_ahead(device: torch.device) -> None:
             step.attend(runner, with_lse=False)
             step.attend(runner, with_lse=True)
 
-        config = replace(case.config(device), q_dtype=q_dtype_for(device.type, "auto"))
-        variants += variants_of(config, attend)
+        variants += variants_of(case.config(device), attend)
     process_cache().precompile(variants, workers=os.cpu_count() or 1)
 
 

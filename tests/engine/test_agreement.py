@@ -1,4 +1,4 @@
-"""Thirty prompts, 64 greedy tokens each, against CPU_ATTN over a bf16 cache, by log-probabilities."""
+"""Thirty prompts, answered greedily, against CPU_ATTN over a bf16 cache, by log-probabilities."""
 
 import dataclasses
 from pathlib import Path
@@ -8,6 +8,11 @@ import pytest
 from mjolnir.bench.agreement import CASES, FALLBACK, REFERENCE, Comparison, Step, compare, measure
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+
+# `scripts/bench agreement` generates 64; most answers have parted from the reference's long before that.
+TOKENS = 24
+# The split plan runs 8 at a time too.
+RUN = [dataclasses.replace(case, tokens=TOKENS) for case in CASES if case.name != "8 at a time"]
 
 
 def step(token: int, **logprobs: float) -> Step:
@@ -31,10 +36,10 @@ def test_parts_from_the_reference_only_at_near_ties(demo_model: Path) -> None:
 
     That is measured in the same run by the fallback without T5. T5 itself must not add to it.
     """
-    # What only sets the scale runs in batches, which takes a quarter of the time.
-    scale, reference = (dataclasses.replace(case, batch=8) for case in (FALLBACK, REFERENCE))
-    fallback, *cases = measure(str(demo_model), (scale, *CASES), reference)
-    assert [row["case"] for row in cases] == [case.name for case in CASES]
+    # What only sets the scale runs in batches, which takes less time.
+    scale, reference = (dataclasses.replace(case, batch=8, tokens=TOKENS) for case in (FALLBACK, REFERENCE))
+    fallback, *cases = measure(str(demo_model), (scale, *RUN), reference)
+    assert [row["case"] for row in cases] == [case.name for case in RUN]
     for row in cases:
         assert row["prompts"] == 30
         assert row["tokens_compared"] >= 250, row

@@ -407,7 +407,7 @@ def test_enabled_line_has_every_field_and_is_logged_once(backend_log):
     assert [(record.levelname, record.getMessage()) for record in backend_log.records] == [
         (
             "INFO",
-            "Mjolnir decode enabled for layers.1.attn (3 layers): h_q=4 h_k=2 d=64 page=16 q_len<=4 Q=fp8 "
+            "Mjolnir decode enabled for layers.1.attn (3 layers): h_q=4 h_k=2 d=64 page=16 q_len<=4 Q=bf16 "
             "ctas/SM=2 max_splits=16 kv=fp8 device=cpu fallback=TORCH_REF",
         )
     ]
@@ -417,11 +417,11 @@ def test_enabled_line_has_every_field_and_is_logged_once(backend_log):
 
 
 def test_settings_reach_the_runner(monkeypatch):
-    monkeypatch.setenv("MJOLNIR_ATTN_Q_DTYPE", "bf16")
+    monkeypatch.setenv("MJOLNIR_ATTN_Q_DTYPE", "fp8")
     monkeypatch.setenv("MJOLNIR_ATTN_CTAS", "3")
     monkeypatch.setenv("MJOLNIR_ATTN_MAX_SPLITS", "5")
     config = make(spec=make_spec(block_size=32)).runner.config
-    assert (config.q_dtype, config.ctas_per_sm, config.max_splits) == ("bf16", 3, 5)
+    assert (config.q_dtype, config.ctas_per_sm, config.max_splits) == ("fp8", 3, 5)
     assert (config.num_heads, config.num_kv_heads, config.head_size, config.page_size) == (4, 2, 64, 32)
     assert (config.out_dtype, config.max_num_seqs, config.device.type) == (torch.bfloat16, 8, "cpu")
 
@@ -443,7 +443,7 @@ def test_non_causal_steps_can_be_kept_on_the_fallback(monkeypatch):
 
 def test_bad_setting_is_readable(monkeypatch):
     monkeypatch.setenv("MJOLNIR_ATTN_Q_DTYPE", "fp4")
-    accepted = "auto, fp8, e4m3, bf16, bfloat16"
+    accepted = "fp8, e4m3, bf16, bfloat16"
     with pytest.raises(ConfigurationError, match=rf"^MJOLNIR_ATTN_Q_DTYPE='fp4': accepted: {accepted}$"):
         make()
 

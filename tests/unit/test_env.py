@@ -13,7 +13,7 @@ from mjolnir.errors import ConfigurationError
 VARIABLES = [
     ("MJOLNIR_ATTN_DISABLE", "1", "disabled", True),
     ("MJOLNIR_ATTN_FALLBACK", "flash_attn", "fallback", "FLASH_ATTN"),
-    ("MJOLNIR_ATTN_Q_DTYPE", "bf16", "q_dtype", "bf16"),
+    ("MJOLNIR_ATTN_Q_DTYPE", "fp8", "q_dtype", "fp8"),
     ("MJOLNIR_ATTN_MAX_QLEN", "3", "max_q_len", 3),
     ("MJOLNIR_ATTN_CTAS", "1", "ctas_per_sm", 1),
     ("MJOLNIR_ATTN_MAX_SPLITS", "8", "max_splits", 8),
@@ -36,7 +36,7 @@ def test_defaults_without_any_variable():
     assert BackendSettings.from_env() == BackendSettings(
         disabled=False,
         fallback="",
-        q_dtype="auto",
+        q_dtype="bf16",
         max_q_len=0,
         ctas_per_sm=2,
         max_splits=16,
@@ -137,7 +137,7 @@ def test_all_six_layouts_in_any_case(monkeypatch, layout):
         ("MJOLNIR_ATTN_DISABLE", "maybe", "1, true, yes, on, 0, false, no, off"),
         ("MJOLNIR_ATTN_BANNER", "2", "1, true, yes, on, 0, false, no, off"),
         ("MJOLNIR_ATTN_DRAFT_T5", "maybe", "1, true, yes, on, 0, false, no, off"),
-        ("MJOLNIR_ATTN_Q_DTYPE", "int8", "auto, fp8, e4m3, bf16, bfloat16"),
+        ("MJOLNIR_ATTN_Q_DTYPE", "int8", "fp8, e4m3, bf16, bfloat16"),
         ("MJOLNIR_ATTN_KV_LAYOUT", "NHD", "BHN2D, BNH2D, B2NHD, B2HND, 2BNHD, 2BHND"),
         ("MJOLNIR_ATTN_KERNEL_CACHE", "kernels", "1, true, yes, on, 0, false, no, off, an absolute path"),
         ("MJOLNIR_ATTN_CTAS", "two", "a whole number, 1 or more"),
