@@ -1,0 +1,205 @@
+"""The image for real: built by Docker's daemon, and run with a read-only root as another user than root.
+
+Skipped where no daemon answers. The running image is the one that MJOLNIR_TEST_IMAGE names, since building it takes
+minutes: ``scripts/image build cpu`` makes it.
+"""
+
+import io
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+docker = pytest.importorskip("docker")
+
+from appliance.host.errors import DaemonError, HostError  # noqa: E402
+from appliance.image import build_image, load_image, save_image  # noqa: E402
+
+START_SECONDS = 300
+QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12}
+
+
+def _client() -> Any:
+    try:
+        return docker.from_env(timeout=60)
+    except docker.errors.DockerException as error:
+        pytest.skip(f"no Docker daemon answers: {error}")
+
+
+pytestmark = [pytest.mark.docker, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    client = _client()
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def image(client: Any) -> str:
+    name = os.environ.get("MJOLNIR_TEST_IMAGE", "mjolnir:cpu")
+    try:
+        client.images.get(name)
+    except docker.errors.ImageNotFound:
+        pytest.skip(f"{name} is not there; `scripts/image build cpu` makes it, MJOLNIR_TEST_IMAGE names another")
+    return name
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose image is one file on nothing: built in a second, without a network."""
+    files = {
+        "docker/Dockerfile": (
+            "ARG CPU_BASE_IMAGE=none\nFROM none:1 AS thor\nRUN true\n"
+            "FROM ${CPU_BASE_IMAGE} AS cpu\nCOPY docker/file docker/inputs/ /data/\n"
+            "ARG REVISION\nLABEL rev=${REVISION}\n"
+        ),
+        "docker/file": "content",
+        "docker/inputs/README": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "m"]):
+        command = ["git", "-C", str(tmp_path), *who, *words]
+        subprocess.run(command, check=True, capture_output=True)
+    return tmp_path
+
+
+def test_a_build_makes_the_target_alone_and_its_image_survives_save_and_load(
+    client: Any, checkout: Path, tmp_path: Path
+) -> None:
+    tag = "mjolnir-test:tiny"
+    try:
+        built = build_image("cpu", tag, base="scratch", root=checkout, console=quiet())
+        assert len(client.images.get(tag).labels["rev"]) == 40
+        again = build_image("cpu", tag, base="scratch", root=checkout, console=quiet(), no_cache=True)
+        first, second = (client.api.inspect_image(name)["RootFS"]["Layers"] for name in (built, again))
+        assert first == second
+        size = save_image(tag, tmp_path / "image.tar", console=quiet())
+        assert size == (tmp_path / "image.tar").stat().st_size > 1000
+        client.images.remove(tag)
+        assert load_image(tmp_path / "image.tar", console=quiet()) == [tag]
+        assert client.images.get(tag).id == again
+    finally:
+        for name in (tag, built):
+            try:
+                client.images.remove(name, force=True)
+            except docker.errors.ImageNotFound:
+                continue
+
+
+def test_a_step_that_fails_is_named_with_its_exit_code(client: Any, checkout: Path) -> None:
+    with (checkout / "docker/Dockerfile").open("a") as stream:
+        stream.write("COPY docker/none /none\n")
+    with pytest.raises(HostError, match=r"^step 6/6 \(COPY docker/none /none\) failed: COPY failed: "):
+        build_image("cpu", "mjolnir-test:broken", base="scratch", root=checkout, console=quiet())
+
+
+def test_what_is_no_image_is_not_loaded_or_saved(client: Any, tmp_path: Path) -> None:
+    (tmp_path / "bad.tar").write_bytes(b"no tar" * 1000)
+    with pytest.raises(DaemonError):
+        load_image(tmp_path / "bad.tar", console=quiet())
+    with pytest.raises(DaemonError, match="No such image: mjolnir-test:none"):
+        save_image("mjolnir-test:none", tmp_path / "out.tar", console=quiet())
+    assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.fixture(scope="module")
+def running(client: Any, image: str) -> Iterator[tuple[Any, str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    container = client.containers.run(
+        image,
+        detach=True,
+        init=True,
+        read_only=True,
+        tmpfs={"/tmp": "exec,mode=1777"},
+        cap_drop=["ALL"],
+        security_opt=["no-new-privileges:true"],
+        shm_size="1g",
+        ports={"8000/tcp": ("127.0.0.1", port)},
+    )
+    try:
+        yield container, f"http://127.0.0.1:{port}"
+    finally:
+        container.remove(force=True, v=True)
+
+
+def _wait_until_ready(container: Any, url: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{url}/health/ready", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            container.reload()
+            if container.status != "running":
+                pytest.fail(f"the container ended: {container.logs(tail=5).decode()}")
+            time.sleep(0.5)  # between two looks at another machine's state, which nobody announces
+    pytest.fail(f"not ready after {START_SECONDS} s: {container.logs(tail=5).decode()}")
+
+
+@pytest.mark.engine
+def test_it_serves_with_a_read_only_root_as_another_user_than_root(running: tuple[Any, str]) -> None:
+    container, url = running
+    _wait_until_ready(container, url)
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps({"model": "SmolLM2-135M-Instruct", "temperature": 0, **QUESTION}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        assert "Paris" in json.load(answer)["choices"][0]["message"]["content"]
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        page = answer.read().decode()
+    decoded = [line for line in page.splitlines() if line.startswith('mjolnir_t5_steps_total{kind="decode"')]
+    assert float(decoded[0].rsplit(" ", 1)[1]) > 0
+    assert container.exec_run(["id", "-u"]).output == b"1000\n"
+    assert container.exec_run(["touch", "/opt/mjolnir/x"]).exit_code != 0
+    assert container.exec_run(["touch", "/cache/x", "/models/x", "/tmp/x"]).exit_code == 0
+    assert container.exec_run(["python3", "/opt/mjolnir/healthcheck.py"]).output == b"/health answers 200\n"
+    container.stop(timeout=60)
+    container.reload()
+    assert container.attrs["State"]["ExitCode"] == 0
+
+
+def test_the_image_tells_what_it_is_and_keeps_the_build_out(client: Any, image: str) -> None:
+    facts = client.api.inspect_image(image)
+    config = facts["Config"]
+    assert config["Entrypoint"] == ["mjolnir", "serve"]
+    assert config["User"] == "1000"
+    assert set(config["Volumes"]) == {"/cache", "/models"}
+    assert config["Labels"]["org.mjolnir.target"] == "cpu"
+    assert len(config["Labels"]["org.opencontainers.image.revision"].removesuffix("-dirty")) == 40
+    history = json.dumps(client.api.history(image))
+    assert "PIP_" not in history
+    assert "/inputs" not in history
+
+
+def test_another_series_in_the_image_is_seen(client: Any, image: str) -> None:
+    """The image's own check, on its own files: verified as they are, refused when one of them is changed."""
+    verify = "cd / && python3 -m appliance.patchqueue verify --queue /opt/mjolnir/patches"
+    spoil = "f=$(python3 -m appliance.patchqueue verify --queue /opt/mjolnir/patches | sed 's/.* in //'); "
+    spoil += 'echo "#" >>"$f/vllm/v1/attention/backends/registry.py"; '
+    run = {"entrypoint": ["sh", "-c"], "remove": True, "user": "0", "stderr": True}
+    assert client.containers.run(image, [verify], **run).startswith(b"verified: ")
+    with pytest.raises(docker.errors.ContainerError) as caught:
+        client.containers.run(image, [spoil + verify], **run)
+    assert b"registry.py: not patched: expected blob" in caught.value.stderr
