@@ -7,12 +7,16 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
-from appliance import exposition
+from appliance import exposition, openai_error
+from appliance.keys import Gate
 from appliance.lifecycle import State
 from appliance.metrics import Metrics
 from appliance.proxy import Proxy, Receive, Scope, Send
 from appliance.supervisor import Supervisor
 from mjolnir import __version__
+
+# What a load balancer or Docker's health check asks without a key.
+OPEN = frozenset((b"/health", b"/health/ready"))
 
 
 class ProgressReport(BaseModel):
@@ -114,14 +118,22 @@ class Appliance:
     matches decoded paths.
     """
 
-    def __init__(self, api: FastAPI, proxy: Proxy) -> None:
+    def __init__(self, api: FastAPI, proxy: Proxy, gate: Gate, metrics: Metrics) -> None:
         self._api = api
         self._proxy = proxy
+        self._gate = gate
+        self._metrics = metrics
         self._own = {route.path.encode() for route in api.routes if hasattr(route, "path")}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] == "http" and scope["raw_path"] not in self._own:
             await self._proxy(scope, receive, send)
+        elif scope["type"] == "http" and scope["raw_path"] not in OPEN and not self._admin(scope):
+            self._metrics.auth_failed("admin")
+            await openai_error.invalid_key(browser=True).send(send)
         else:
             await self._api(scope, receive, send)
+
+    def _admin(self, scope: Scope) -> bool:
+        return self._gate.admin(scope["headers"], safe=scope["method"] in ("GET", "HEAD"))

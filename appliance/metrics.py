@@ -28,6 +28,7 @@ _SCRAPE_SECONDS = 2.0
 _MOST_SCRAPED_BYTES = 16 << 20
 _START_BUCKETS = (5, 10, 20, 30, 60, 120, 300, 600, 1200, 2700)
 _REQUEST_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_QUEUE_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _GROUP_LABELS = ("group", "kv_format", "head_size", "page_size", "fallback", "reason")
 
 
@@ -73,6 +74,16 @@ class Metrics(Watcher):
         self._streams = Gauge(
             "appliance_streams_in_flight", "Streams of server-sent events that are open.", registry=registry
         )
+        self._queue = Gauge("appliance_queue_requests", "Requests that wait for a place.", registry=registry)
+        self._waits = Histogram(
+            "appliance_queue_seconds",
+            "How long requests waited that had to, whatever came of it.",
+            buckets=_QUEUE_BUCKETS,
+            registry=registry,
+        )
+        self._auth_failures = Counter(
+            "appliance_auth_failures", "Requests without a valid key.", ["keys"], registry=registry
+        )
         self._scrape_errors = Counter(
             "appliance_scrape_errors", "Sources of this page that did not answer.", ["source"], registry=registry
         )
@@ -83,6 +94,8 @@ class Metrics(Watcher):
         """Show every series from the start: a rate() over one that appears with its first event misses it."""
         for cause in Cause:
             self._restarts.labels(cause)
+        for keys in ("api", "admin"):
+            self._auth_failures.labels(keys)
         for source in ("counters", "engine"):
             self._scrape_errors.labels(source)
         for route in (*(route.decode() for route in ROUTES), OTHER_ROUTE):
@@ -146,6 +159,19 @@ class Metrics(Watcher):
         """Count a request; ``route`` is a pattern of the allow-list and never what the client sent."""
         self._requests.labels(route, str(code)).inc()
         self._seconds.labels(route).observe(seconds)
+
+    def auth_failed(self, keys: str) -> None:
+        """Count a request without a valid key."""
+        self._auth_failures.labels(keys).inc()
+
+    def queued(self) -> None:
+        """Count a waiting request."""
+        self._queue.inc()
+
+    def dequeued(self, seconds: float) -> None:
+        """Count it off."""
+        self._queue.dec()
+        self._waits.observe(seconds)
 
     def stream_opened(self) -> None:
         """Count an open stream."""

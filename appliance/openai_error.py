@@ -1,10 +1,13 @@
 """OpenAI's error envelope, which every client library of that API knows how to read."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
+from typing import Any
 
 Headers = Iterable[tuple[bytes, bytes]]
+
+_KINDS = {429: "rate_limit_error"}
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class ApiError:
     @property
     def body(self) -> bytes:
         """The envelope as JSON."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": self.message, "type": kind, "param": None, "code": self.code}
         return json.dumps({"error": error}).encode()
 
@@ -34,6 +37,15 @@ class ApiError:
     def event(self) -> bytes:
         """The envelope as one server-sent event, for a stream that has begun."""
         return b"data: " + self.body + b"\n\n"
+
+    async def send(
+        self, send: Callable[[MutableMapping[str, Any]], Awaitable[None]], *more: tuple[bytes, bytes]
+    ) -> None:
+        """The whole answer as an ASGI response, with ``more`` headers."""
+        body = self.body
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": self.status, "headers": [*headers, *self.headers, *more]})
+        await send({"type": "http.response.body", "body": body})
 
 
 def not_found(method: str, path: str) -> ApiError:
@@ -56,8 +68,34 @@ def body_too_large(limit: int) -> ApiError:
 
 def not_ready(state: str, retry_after: int) -> ApiError:
     """No engine can take the request now."""
-    headers = ((b"retry-after", str(retry_after).encode()),)
-    return ApiError(503, "engine_not_ready", f"the engine is not ready: {state}", headers)
+    return ApiError(503, "engine_not_ready", f"the engine is not ready: {state}", _retry(retry_after))
+
+
+def invalid_key(*, browser: bool = False) -> ApiError:
+    """No key, or one that is not known; ``browser`` makes a browser ask for it."""
+    challenge: tuple[tuple[bytes, bytes], ...] = ((b"www-authenticate", b'Bearer realm="mjolnir"'),)
+    if browser:
+        challenge = (*challenge, (b"www-authenticate", b'Basic realm="mjolnir", charset="UTF-8"'))
+    message = "this needs a valid API key: Authorization: Bearer KEY"
+    return ApiError(401, "invalid_api_key", message, challenge)
+
+
+def body_too_slow(seconds: float) -> ApiError:
+    """The request's body stopped coming."""
+    headers = ((b"connection", b"close"),)
+    return ApiError(408, "body_too_slow", f"nothing more of the request body came for {seconds:g} s", headers)
+
+
+def queue_full(limit: int, retry_after: int) -> ApiError:
+    """As many requests wait as may."""
+    message = f"the engine is busy and {limit} requests are waiting already"
+    return ApiError(429, "queue_full", message, _retry(retry_after))
+
+
+def queue_timeout(seconds: float, retry_after: int) -> ApiError:
+    """A request waited as long as it may."""
+    message = f"the engine is busy: there was no place for this request within {seconds:g} s"
+    return ApiError(503, "queue_timeout", message, _retry(retry_after))
 
 
 def engine_unreachable() -> ApiError:
@@ -68,3 +106,7 @@ def engine_unreachable() -> ApiError:
 def engine_lost() -> ApiError:
     """The engine went away in the middle of its answer."""
     return ApiError(502, "engine_lost", "the engine ended while it was writing this answer; it is incomplete")
+
+
+def _retry(seconds: int) -> tuple[tuple[bytes, bytes], ...]:
+    return ((b"retry-after", str(seconds).encode()),)

@@ -22,7 +22,9 @@ import aiohttp
 from yarl import URL
 
 from appliance import openai_error
+from appliance.keys import Gate
 from appliance.openai_error import ApiError
+from appliance.queueing import Admission, AdmissionQueue, Answer, Turn
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -47,28 +49,15 @@ _HOP_BY_HOP = frozenset(
         *(b"te", b"trailer", b"transfer-encoding", b"upgrade"),
     )
 )
-_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
+# The key has done its part here; the engine, and its log, have no use for it.
+_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id", b"authorization", b"cookie"}
 _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server", b"x-request-id", b"x-accel-buffering"}
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _LARGE_BODY_BYTES = 1 << 20
 _RETRY_AFTER_SECONDS = 5
+_BODY_SECONDS = 30.0  # longest silence in the middle of a request body
+_QUEUED_BODY_BYTES = 1 << 20  # how much of its body is read from a client that waits
 _LOST = (aiohttp.ClientError, ConnectionError, TimeoutError)
-
-
-class Admission(Protocol):
-    """What the proxy asks the supervisor, and tells it."""
-
-    def admit(self) -> aiohttp.ClientSession | ApiError:
-        """A session with the engine if it takes requests now, else the answer to give."""
-        ...
-
-    def entered(self) -> None:
-        """A request has been admitted."""
-        ...
-
-    def left(self) -> None:
-        """An admitted request is done with."""
-        ...
 
 
 class Observer(Protocol):
@@ -76,6 +65,10 @@ class Observer(Protocol):
 
     def request_done(self, route: str, code: int, seconds: float) -> None:
         """A request has been answered, or its client has left."""
+        ...
+
+    def auth_failed(self, keys: str) -> None:
+        """A request had no valid key; ``keys`` is "api" or "admin"."""
         ...
 
     def stream_opened(self) -> None:
@@ -105,8 +98,12 @@ def engine_session(socket: str) -> aiohttp.ClientSession:
 class Proxy:
     """The ASGI application in front of the engine."""
 
-    def __init__(self, admission: Admission, observer: Observer, max_body_bytes: int) -> None:
+    def __init__(
+        self, admission: Admission, queue: AdmissionQueue, gate: Gate, observer: Observer, max_body_bytes: int
+    ) -> None:
         self._admission = admission
+        self._queue = queue
+        self._gate = gate
         self._observer = observer
         self._max_body_bytes = max_body_bytes
 
@@ -124,22 +121,65 @@ class Proxy:
 
     async def _answer(self, exchange: "_Exchange", path: bytes) -> int:
         """Answer a request and return the status that was sent, 499 when its client left before."""
+        client = self._gate.client(exchange.scope["headers"])
+        if client is None:
+            self._observer.auth_failed("api")
+            return await exchange.refuse(openai_error.invalid_key())
         refusal = _refusal(exchange.scope, path)
         if refusal is not None:
             return await exchange.refuse(refusal)
+        if exchange.scope["method"] == "GET":  # costs the engine nothing, and clients look with it whether it lives
+            return await self._answer_now(exchange, path)
+        place: Answer | Turn | None = self._queue.enter(client)
+        if isinstance(place, Turn):
+            place = await self._wait(exchange, place)
+        if place is None:
+            return 499
+        if isinstance(place, ApiError):
+            return await exchange.refuse(place)
+        try:
+            return await self._run(exchange, place, path)
+        finally:
+            self._queue.leave()
+
+    async def _answer_now(self, exchange: "_Exchange", path: bytes) -> int:
+        """Answer a request that does not queue."""
         session = self._admission.admit()
         if isinstance(session, ApiError):
             return await exchange.refuse(session)
         self._admission.entered()
         try:
-            body = await exchange.read_body(self._max_body_bytes)
-            if isinstance(body, ApiError):
-                return await exchange.refuse(body)
-            if body is None:
-                return 499
-            return await self._forward(exchange, session, path, body)
+            return await self._run(exchange, session, path)
         finally:
             self._admission.left()
+
+    async def _wait(self, exchange: "_Exchange", turn: Turn) -> Answer | None:
+        """Wait in the queue; None when the client has left it."""
+        waiting = asyncio.create_task(self._queue.wait(turn))
+        gone = asyncio.create_task(exchange.left_while_waiting())
+        try:
+            await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                return waiting.result()
+            return None
+        except asyncio.CancelledError:
+            if waiting.done():
+                self._queue.forget(turn)
+            raise
+        finally:
+            gone.cancel()
+            if not waiting.done():
+                waiting.cancel()
+            await asyncio.gather(waiting, gone, return_exceptions=True)
+
+    async def _run(self, exchange: "_Exchange", session: aiohttp.ClientSession, path: bytes) -> int:
+        """Read the body of an admitted request and have it answered."""
+        body = await exchange.read_body(self._max_body_bytes)
+        if isinstance(body, ApiError):
+            return await exchange.refuse(body)
+        if body is None:
+            return 499
+        return await self._forward(exchange, session, path, body)
 
     async def _forward(self, exchange: "_Exchange", session: aiohttp.ClientSession, path: bytes, body: bytes) -> int:
         """Run the exchange with the engine until it ends or the client leaves, whichever comes first."""
@@ -163,6 +203,9 @@ class _Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self.status = 0  # once the response has begun
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._complete = False
         self._receive = receive
         self._send = send
         given = _header(scope["headers"], b"x-request-id")
@@ -182,19 +225,39 @@ class _Exchange:
         declared = _header(self.scope["headers"], b"content-length")
         if declared is not None and declared.isdigit() and int(declared) > limit:
             return openai_error.body_too_large(limit)
-        chunks: list[bytes] = []
-        size = 0
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
+        while not self._complete:
+            try:
+                async with asyncio.timeout(_BODY_SECONDS):
+                    here = await self._read_some()
+            except TimeoutError:
+                return openai_error.body_too_slow(_BODY_SECONDS)
+            if not here:
                 return None
-            chunk: bytes = message.get("body", b"")
-            size += len(chunk)
-            if size > limit:
+            if self._size > limit:
                 return openai_error.body_too_large(limit)
-            chunks.append(chunk)
-            if not message.get("more_body", False):
-                return b"".join(chunks)
+        return b"".join(self._chunks)
+
+    async def left_while_waiting(self) -> None:
+        """Return when the client has closed its connection; what it sends until then is kept.
+
+        Of a large body only the beginning is read. The rest stays in the client, whose leaving is then noticed
+        once it has its turn.
+        """
+        while self._size <= _QUEUED_BODY_BYTES:
+            if not await self._read_some():
+                return
+        await asyncio.Event().wait()
+
+    async def _read_some(self) -> bool:
+        """Keep the next piece of the body; False when the client has left."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            return False
+        chunk: bytes = message.get("body", b"")
+        self._size += len(chunk)
+        self._chunks.append(chunk)
+        self._complete = not message.get("more_body", False)
+        return True
 
     async def client_gone(self) -> None:
         """Return when the client has closed its connection."""

@@ -14,10 +14,13 @@ from appliance import preflight
 from appliance.app import Appliance, Reporter, build_api
 from appliance.command import served_name
 from appliance.errors import SettingsError
+from appliance.keys import build_gate
 from appliance.log import Redactor, logging_to, secrets_of
 from appliance.metrics import Metrics
 from appliance.processes import become_subreaper
+from appliance.protocol import BoundedProtocol
 from appliance.proxy import Proxy
+from appliance.queueing import AdmissionQueue, Limits
 from appliance.settings import Settings, engine_environment
 from appliance.supervisor import Supervisor
 from appliance.tally import Tally, remove_leftovers
@@ -64,12 +67,21 @@ class Stack:
         redactor: Redactor | None = None,
     ) -> None:
         self.url = _url(listener)
+        self._gate = build_gate(
+            settings.api_keys_file,
+            settings.admin_keys_file,
+            listener.getsockname()[0],
+            allow_anonymous=settings.allow_anonymous,
+        )
         self.metrics = Metrics(Tally(Supervisor.stats_dir_of(settings)))
         self.supervisor = Supervisor(settings, environment, [self.metrics, *watchers], redactor)
         reporter = Reporter(self.supervisor, self.metrics, served_name(settings), self.url)
-        proxy = Proxy(self.supervisor, self.metrics, settings.max_body_mib << 20)
+        limits = Limits(settings.max_in_flight, settings.max_queue, settings.queue_seconds, settings.hold_seconds)
+        queue = AdmissionQueue(self.supervisor, self.metrics, limits)
+        self.supervisor.tell(queue)
+        proxy = Proxy(self.supervisor, queue, self._gate, self.metrics, settings.max_body_mib << 20)
         api = build_api(self.supervisor, self.metrics, reporter)
-        self._server = _Server(_config(Appliance(api, proxy)))
+        self._server = _Server(_config(Appliance(api, proxy, self._gate, self.metrics)))
         self._listener = listener
 
     async def run(self) -> None:
@@ -79,9 +91,12 @@ class Stack:
             ApplianceError: the engine can't be started, or not be kept up.
         """
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="http")
+        watching = asyncio.create_task(self._gate.watch(), name="keys")
         try:
             await self.supervisor.run()
         finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
             self._server.should_exit = True
             await serving
 
@@ -106,6 +121,7 @@ async def _run(
 def _config(app: Appliance) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=BoundedProtocol,
         lifespan="off",
         ws="none",
         log_config=None,

@@ -49,6 +49,15 @@ class Settings(BaseSettings):
         backoff_seconds: pause after the first failure; it doubles with each further one.
         backoff_cap_seconds: longest pause between two starts.
         max_body_mib: largest request body, MiB.
+        api_keys_file: keys of the clients, see ``appliance.keys``; unset asks nobody for a key.
+        admin_keys_file: keys for `/metrics`, `/status` and `/`; unset leaves them open.
+        allow_anonymous: listen on an address that the network reaches though there are no API keys.
+        max_in_flight: requests inside the engine at one time. vLLM batches up to 256 by default and would queue
+            the rest itself, without a limit, a deadline or fairness between keys.
+        max_queue: requests that wait for a place.
+        queue_seconds: longest wait for a place; OpenAI's clients wait 600 s for an answer.
+        hold_seconds: longest wait of a request while no engine is ready. 0 answers 503 with Retry-After at once:
+            a start takes minutes, clients try again by themselves, and a router can ask another board meanwhile.
         stats_dir: folder under which the engine's counters files live.
         cache_dir: folder of everything that is worth keeping between starts.
         log_level: least severe message that is shown.
@@ -75,6 +84,13 @@ class Settings(BaseSettings):
     backoff_seconds: float = Field(1.0, gt=0)
     backoff_cap_seconds: float = Field(60.0, gt=0)
     max_body_mib: int = Field(32, ge=1)
+    api_keys_file: Path | None = None
+    admin_keys_file: Path | None = None
+    allow_anonymous: bool = False
+    max_in_flight: int = Field(256, ge=1)
+    max_queue: int = Field(256, ge=0)
+    queue_seconds: float = Field(60.0, gt=0)
+    hold_seconds: float = Field(0.0, ge=0)
     stats_dir: Path = Path(DEFAULT_STATS_DIR)
     cache_dir: Path = Path("~/.cache/mjolnir")
     log_level: LogLevel = "info"
@@ -88,10 +104,10 @@ class Settings(BaseSettings):
         """Cut a value from the environment into arguments the way a shell would."""
         return tuple(shlex.split(value)) if isinstance(value, str) else value
 
-    @field_validator("cache_dir", "stats_dir")
+    @field_validator("cache_dir", "stats_dir", "api_keys_file", "admin_keys_file")
     @classmethod
-    def _expand(cls, value: Path) -> Path:
-        return value.expanduser()
+    def _expand(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser()
 
     @field_validator("log_level", mode="before")
     @classmethod

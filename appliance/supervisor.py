@@ -70,7 +70,7 @@ class Supervisor:
     ) -> None:
         self._settings = settings
         self._redactor = redactor or Redactor(())
-        self._watchers = watchers
+        self._watchers = list(watchers)
         self.stats_dir = self.stats_dir_of(settings)
         self._runtime_dir = Path(tempfile.mkdtemp(prefix="mjolnir-"))
         self._launch = command.build(settings, inherited, self._runtime_dir, self.stats_dir)
@@ -130,6 +130,10 @@ class Supervisor:
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
+
+    def tell(self, watcher: Watcher) -> None:
+        """Tell one more watcher what happens from now on."""
+        self._watchers.append(watcher)
 
     def session_if_ready(self) -> aiohttp.ClientSession | None:
         """A session with the engine when it takes requests."""
