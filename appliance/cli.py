@@ -8,17 +8,16 @@ import contextlib
 import json
 import shlex
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from appliance.errors import ApplianceError, EngineError, SettingsError
+from appliance.errors import ApplianceError, SettingsError
+from appliance.host.cli import DEFAULT_NAME, register
 from mjolnir import __version__
 from mjolnir.errors import ConfigurationError
 
@@ -32,7 +31,7 @@ app = typer.Typer(
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
-_STATUS_SECONDS = 5.0
+register(app)
 
 
 @app.command()
@@ -56,6 +55,19 @@ def serve(
     start_timeout_seconds: Annotated[
         float | None, typer.Option(help="Longest silence of a start.", show_default="1200")
     ] = None,
+    api_keys_file: Annotated[Path | None, typer.Option(help="File with the clients' API keys.")] = None,
+    admin_keys_file: Annotated[Path | None, typer.Option(help="File with the keys of /metrics and /status.")] = None,
+    allow_anonymous: Annotated[
+        bool | None, typer.Option("--allow-anonymous", help="Let the network in without API keys.")
+    ] = None,
+    max_in_flight: Annotated[
+        int | None, typer.Option(help="Requests inside the engine at one time.", show_default="256")
+    ] = None,
+    max_queue: Annotated[int | None, typer.Option(help="Requests that wait for a place.", show_default="256")] = None,
+    queue_seconds: Annotated[float | None, typer.Option(help="Longest wait for a place.", show_default="60")] = None,
+    hold_seconds: Annotated[
+        float | None, typer.Option(help="Longest wait while no engine is ready.", show_default="0")
+    ] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Folder of what is kept between starts.")] = None,
     stats_dir: Annotated[Path | None, typer.Option(help="Folder of the counters files.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.", show_default="info")] = None,
@@ -77,17 +89,23 @@ def serve(
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Option(help="Address of the appliance.")] = "http://127.0.0.1:8000",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as it came.")] = False,
+    url: Annotated[
+        str, typer.Option(help="Address of the appliance.", show_default="its container's, else http://127.0.0.1:8000")
+    ] = "",
+    name: Annotated[str, typer.Option(help="Name of its container.")] = DEFAULT_NAME,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a running appliance is doing."""
-    report = _fetch(f"{url.rstrip('/')}/status")
+    """Show what a running appliance is doing, and its container where there is one."""
+    from appliance.host import status as host  # noqa: PLC0415
+
+    # An address that was given may be another machine's, of which this machine's daemon knows nothing.
+    report = host.report(url, None if url else host.look(name))
     if as_json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
         return
     table = Table(show_header=False, box=None)
-    for name, value in _rows(report):
-        table.add_row(name, value)
+    for title, value in host.rows(report):
+        table.add_row(title, value)
     Console().print(table)
 
 
@@ -143,9 +161,9 @@ def kernel(
 
 
 @app.command()
-def version() -> None:
-    """Show the version."""
-    sys.stdout.write(f"mjolnir {__version__}\n")
+def version(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Show the version. `mjolnir upgrade` asks a new image for it before anything is changed."""
+    sys.stdout.write((json.dumps({"mjolnir": __version__}) if as_json else f"mjolnir {__version__}") + "\n")
 
 
 def main() -> None:
@@ -168,41 +186,6 @@ def _kernel_errors() -> Iterator[None]:
         if error.name not in ("torch", "triton"):
             raise
         raise SettingsError(f"{error.name} is not installed here; accepted: the Python of the engine") from None
-
-
-def _fetch(url: str) -> dict[str, Any]:
-    if not url.startswith(("http://", "https://")):
-        raise EngineError(f"{url}: not an address; accepted: http://HOST:PORT")
-    try:
-        with urllib.request.urlopen(url, timeout=_STATUS_SECONDS) as answer:  # noqa: S310  (checked above)
-            report = json.load(answer)
-    except (urllib.error.URLError, OSError) as error:
-        raise EngineError(f"no appliance answers at {url}: {getattr(error, 'reason', error)}") from None
-    except ValueError:
-        raise EngineError(f"what answers at {url} is no appliance") from None
-    return dict(report)
-
-
-def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    progress, fault = report["progress"], report["last_fault"]
-    state = report["state"]
-    if progress:
-        percent = "" if progress["percent"] is None else f" {progress['percent']}%"
-        state += f" ({progress['phase']}{percent})"
-    counters = report["counters"]
-    t5 = sum(number for name, number in counters.items() if name.startswith("t5:"))
-    fallback = sum(number for name, number in counters.items() if name.startswith("fallback:"))
-    rows = [
-        ("state", state),
-        ("model", report["model"]),
-        ("url", report["url"]),
-        ("uptime", f"{report['uptime_seconds']:.0f} s"),
-        ("restarts", str(report["restarts"])),
-        ("steps on T5", f"{t5} of {t5 + fallback}"),
-    ]
-    if fault:
-        rows.append(("last fault", f"{fault['cause']}: {fault['text']}"))
-    return rows
 
 
 if __name__ == "__main__":
