@@ -1,6 +1,8 @@
 """The HTTP surface: health, status and metrics of the appliance; every other path goes to the proxy."""
 
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI
@@ -8,11 +10,14 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
 from appliance import exposition, openai_error
+from appliance.events import page_router
 from appliance.keys import Gate
 from appliance.lifecycle import State
 from appliance.metrics import Metrics
 from appliance.proxy import Proxy, Receive, Scope, Send
+from appliance.pulse import Pulse
 from appliance.supervisor import Supervisor
+from appliance.t5share import Verdict
 from mjolnir import __version__
 
 # What a load balancer or Docker's health check asks without a key.
@@ -46,13 +51,23 @@ class StatusReport(BaseModel):
     url: str
     uptime_seconds: float
     ready_seconds: float | None
+    t5_share: dict[str, Any]
+    queue: dict[str, int]
     counters: dict[str, int]
     groups: list[dict[str, Any]]
     log_tail: list[str]
 
 
 class Reporter:
-    """Puts together what `/status` and the terminal show."""
+    """Puts together what `/status` and the terminal show.
+
+    Attributes:
+        share: tells T5's share of the last minutes' steps, once somebody watches it.
+        waiting: tells how many requests wait for a place.
+    """
+
+    share: Callable[[], Verdict] = Verdict
+    waiting: Callable[[], int] = int
 
     def __init__(self, supervisor: Supervisor, metrics: Metrics, model: str, url: str) -> None:
         self._supervisor = supervisor
@@ -76,15 +91,18 @@ class Reporter:
             url=self._url,
             uptime_seconds=round(time.monotonic() - self._started, 3),
             ready_seconds=None if status.ready_seconds is None else round(status.ready_seconds, 3),
+            t5_share=asdict(self.share()),
+            queue={"waiting": self.waiting()},
             counters=self._metrics.tally.totals(),
             groups=[vars(group) for group in self._metrics.tally.groups],
             log_tail=status.log_tail,
         )
 
 
-def build_api(supervisor: Supervisor, metrics: Metrics, reporter: Reporter) -> FastAPI:
+def build_api(supervisor: Supervisor, metrics: Metrics, reporter: Reporter, pulse: Pulse) -> FastAPI:
     """The appliance's own routes."""
     api = FastAPI(title="Mjolnir", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    api.include_router(page_router(pulse))
 
     @api.get("/health")
     async def health() -> Response:

@@ -12,6 +12,9 @@ import uvloop
 
 from appliance import preflight
 from appliance.app import Appliance, Reporter, build_api
+from appliance.board import BoardSampler
+from appliance.board.nvml import Nvml
+from appliance.board_metrics import register_board
 from appliance.command import served_name
 from appliance.errors import SettingsError
 from appliance.keys import build_gate
@@ -20,6 +23,7 @@ from appliance.metrics import Metrics
 from appliance.processes import become_subreaper
 from appliance.protocol import BoundedProtocol
 from appliance.proxy import Proxy
+from appliance.pulse import Pulse
 from appliance.queueing import AdmissionQueue, Limits
 from appliance.settings import Settings, engine_environment
 from appliance.supervisor import Supervisor
@@ -80,7 +84,15 @@ class Stack:
         queue = AdmissionQueue(self.supervisor, self.metrics, limits)
         self.supervisor.tell(queue)
         proxy = Proxy(self.supervisor, queue, self._gate, self.metrics, settings.max_body_mib << 20)
-        api = build_api(self.supervisor, self.metrics, reporter)
+        self._board = BoardSampler.of("/", Nvml())
+        register_board(self.metrics.registry, self._board)
+        self._pulse = Pulse(
+            lambda lines: reporter.report(lines).model_dump(mode="json"), self._board, self.supervisor.session_if_ready
+        )
+        reporter.share = lambda: self._pulse.verdict
+        reporter.waiting = lambda: queue.depth
+        self.supervisor.tell(self._pulse)
+        api = build_api(self.supervisor, self.metrics, reporter, self._pulse)
         self._server = _Server(_config(Appliance(api, proxy, self._gate, self.metrics)))
         self._listener = listener
 
@@ -91,14 +103,20 @@ class Stack:
             ApplianceError: the engine can't be started, or not be kept up.
         """
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="http")
-        watching = asyncio.create_task(self._gate.watch(), name="keys")
-        try:
-            await self.supervisor.run()
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-            self._server.should_exit = True
-            await serving
+        beside = [
+            asyncio.create_task(self._gate.watch(), name="keys"),
+            asyncio.create_task(self._pulse.run(), name="status page"),
+        ]
+        with self._board:
+            try:
+                await self.supervisor.run()
+            finally:
+                # First what feeds the status page: its open streams would hold up the server's end.
+                for task in beside:
+                    task.cancel()
+                await asyncio.gather(*beside, return_exceptions=True)
+                self._server.should_exit = True
+                await serving
 
 
 async def _run(
