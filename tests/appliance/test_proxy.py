@@ -88,7 +88,7 @@ async def test_a_client_that_leaves_cancels_its_request_in_the_engine(ready, scr
 HOSTILE = (
     *("/v1/../metrics", "/v1/models/../../health", "//v1/models", "/v1//models", "/v1/models/", "/v1%2Fmodels"),
     *("/%76ersion", "/v1/models;x", "/V1/models", "/v1/models%00", "/./version", "/%6detrics", "/metrics/"),
-    *("/health%2Fready", "/sleep", "/collective_rpc", "/v1/load_lora_adapter", "/load", "/ping", "*", "/"),
+    *("/health%2Fready", "/sleep", "/collective_rpc", "/v1/load_lora_adapter", "/load", "/ping", "*", "/page"),
     *("/docs", "/openapi.json", "/redoc", "/v1/chat/completions/batch", "/v1/responses/resp_1", "/v1/models/fake"),
 )
 
