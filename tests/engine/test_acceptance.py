@@ -16,7 +16,8 @@ from tests.engine.harness import Appliance
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 MODEL = "SmolLM2-135M-Instruct"
-PARIS = [{"role": "user", "content": "What is the capital of France?"}]
+# Without "with one word" the model begins with The or L' at a margin of 0.1, which the rounding of a CPU decides.
+PARIS = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,11 @@ class Stream:
                 self.begun.set()
                 if chunk.usage is not None:
                     self.prompt_tokens = chunk.usage.prompt_tokens
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last token has come."""
+        return not self._thread.is_alive()
 
     def join(self) -> int:
         """Wait for the end; returns the number of prompt tokens."""
@@ -111,19 +117,22 @@ def test_counts_the_steps_of_eight_concurrent_requests(appliance: Appliance) -> 
     assert seen.fallback_steps == seen.fallback("prefill") + seen.fallback("mixed")
     assert 1 <= seen.fallback_steps <= 8
     assert seen.t5_steps == seen.t5("decode") == seen.engine_steps - seen.fallback_steps
-    # The longest request decodes in every step after its own prompt.
-    assert max(lengths) - 1 - seen.fallback("mixed") <= seen.t5_steps < max(lengths) - 1 + 8
+    # The longest request decodes in every step after its own prompt. How far the others overlap with it depends on
+    # when each one's prompt came in, which is not the engine's to say.
+    assert max(lengths) - 1 - seen.fallback("mixed") <= seen.t5_steps <= decoded - in_mixed_steps
 
 
 def test_counts_the_steps_of_staggered_requests(appliance: Appliance) -> None:
     """One long request spans two short ones: each short prompt makes one mixed step of a decode step."""
-    long, short = 120, 12
+    # So long that the short ones end first also where each of their steps waits for a busy machine.
+    long, short = 480, 12
     before = appliance.steps()
     with appliance.client() as client:
         spanning = Stream(client, "The long report starts here:", long)
         assert spanning.begun.wait(60)
         prompt_tokens = generate(client, "A short note:", short)
         prompt_tokens += generate(client, "Another short note:", short)
+        assert not spanning.ended, "the long report ended before the short notes did"
         prompt_tokens += spanning.join()
     seen = appliance.steps() - before
     assert seen.fallback("prefill") == 1

@@ -10,7 +10,7 @@ from mjolnir.bench.agreement import CASES, FALLBACK, REFERENCE, Comparison, Step
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
 # `scripts/bench agreement` generates 64; most answers have parted from the reference's long before that.
-TOKENS = 24
+TOKENS = 14
 # The split plan runs 8 at a time too.
 RUN = [dataclasses.replace(case, tokens=TOKENS) for case in CASES if case.name != "8 at a time"]
 
@@ -42,7 +42,7 @@ def test_parts_from_the_reference_only_at_near_ties(demo_model: Path) -> None:
     assert [row["case"] for row in cases] == [case.name for case in RUN]
     for row in cases:
         assert row["prompts"] == 30
-        assert row["tokens_compared"] >= 250, row
+        assert row["tokens_compared"] >= 150, row
         assert max(row["divergence_margins"], default=0.0) <= fallback["margin_error_p99"], (row, fallback)
         # Measured: 0.28 to 0.40; vLLM's own kernel over an fp8 cache: 0.44 (docs/results/agreement-cpu.json).
         assert row["logprob_error_p99"] <= 0.5, row
