@@ -18,7 +18,6 @@ _SERVICES = ("mjolnir", "mjolnir-cpu")
 _NO_DAEMON = (
     "Docker's daemon can't be used: {}; start it (`systemctl start docker`), join its group, or set DOCKER_HOST"
 )
-_NANOSECONDS = 10**9
 
 
 class DockerDaemon:
@@ -163,15 +162,12 @@ class DockerDaemon:
             runtime=spec.runtime or None,
             **_hardened(),
         )
-        check = {"test": ["CMD", "python3", "-c", limits.HEALTH], "retries": 4}
-        times = {"interval": 15 * _NANOSECONDS, "timeout": 10 * _NANOSECONDS, "start_period": 3600 * _NANOSECONDS}
         return {
             "image": image.id,
             "name": name,
             "environment": dict(spec.environment),
             "ports": [limits.INNER_PORT],
             "labels": {IMAGE_LABEL: image.name, SPEC_LABEL: spec.fingerprint},
-            "healthcheck": check | times,
             "stop_timeout": spec.stop_seconds,
             "host_config": host_config,
         }

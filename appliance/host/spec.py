@@ -19,7 +19,6 @@ from appliance.host.errors import UsageError
 from appliance.settings import BACKEND_NAMES, BACKEND_PREFIXES, Settings, variable
 
 INNER_PORT = 8000
-HEALTH = "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=5)"
 TMPFS = {"/tmp": "exec,nosuid,nodev,mode=1777,size=2g"}  # noqa: S108  (the container's own)
 MEMLOCK_BYTES = -1
 STACK_BYTES = 67108864
@@ -27,6 +26,12 @@ LOG_OPTIONS = {"max-size": "20m", "max-file": "5"}
 # Named as compose names the volumes of its project, so that models and caches stay when one takes over from the other.
 VOLUMES = {"MODELS_DIR": ("mjolnir_models", "/models"), "CACHE_DIR": ("mjolnir_cache", "/cache")}
 KEYS_TARGET = "/etc/mjolnir/keys"
+# What tells a board's release and power mode; a file that this board lacks is left out.
+BOARD_FILES = {
+    "/etc/nv_tegra_release": "NV_TEGRA_RELEASE",
+    "/etc/nvpmodel.conf": "NVPMODEL_CONF",
+    "/var/lib/nvpmodel": "NVPMODEL_STATUS",
+}
 
 _INNER = {
     "MJOLNIR_HOST": "0.0.0.0",  # noqa: S104  (inside the container; the publication decides who reaches it)
@@ -97,10 +102,12 @@ def spec_of(variables: Mapping[str, str], folder: Path, runtime: str) -> Spec:
         UsageError: a variable that can't be used.
     """
     environment = {name: value for name, value in variables.items() if _is_passed(name)} | _INNER
-    if runtime == "nvidia":
-        environment |= _NVIDIA
     mounts = {target: _source(variables.get(name) or volume, folder) for name, (volume, target) in VOLUMES.items()}
     mounts[KEYS_TARGET] = _source(variables.get("KEYS_DIR", "./keys"), folder) + ":ro"
+    if runtime == "nvidia":
+        environment |= _NVIDIA
+        files = {target: Path(variables.get(name, target)) for target, name in BOARD_FILES.items()}
+        mounts |= {target: f"{source}:ro" for target, source in files.items() if source.exists()}
     return Spec(
         runtime=runtime,
         host=variables.get("MJOLNIR_HOST", "127.0.0.1"),

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from appliance.errors import ApplianceError, EngineError
+from appliance.host.adminkey import VARIABLE
 from appliance.host.facts import Container, Daemon
 from appliance.host.readiness import words_of
 
@@ -31,8 +32,13 @@ def look(name: str) -> Container | None:
         return None
 
 
-def report(url: str, container: Container | None) -> dict[str, Any]:
+def report(url: str, container: Container | None, key: str = "") -> dict[str, Any]:
     """The appliance's report, with ``container`` added.
+
+    Args:
+        url: the appliance; empty means its container's address.
+        container: the appliance's container, if this machine has one.
+        key: an admin key, for an appliance that asks for one.
 
     Raises:
         EngineError: no appliance answers; says so of its container too.
@@ -40,7 +46,7 @@ def report(url: str, container: Container | None) -> dict[str, Any]:
     if not url and container is not None and container.address is not None:
         url = "http://{}:{}".format(*container.address)
     try:
-        answer = fetch(f"{(url or DEFAULT_URL).rstrip('/')}/status")
+        answer = fetch(f"{(url or DEFAULT_URL).rstrip('/')}/status", key)
     except EngineError as error:
         if container is None:
             raise
@@ -48,17 +54,24 @@ def report(url: str, container: Container | None) -> dict[str, Any]:
     return answer | {"container": asdict(container) if container else None}
 
 
-def fetch(url: str) -> dict[str, Any]:
+def fetch(url: str, key: str = "") -> dict[str, Any]:
     """A JSON object from a URL.
 
     Raises:
-        EngineError: nothing answers there, or something else does.
+        EngineError: nothing answers there, or something else does, or it wants another key.
     """
     if not url.startswith(("http://", "https://")):
         raise EngineError(f"{url}: not an address; accepted: http://HOST:PORT")
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})  # noqa: S310
     try:
-        with urllib.request.urlopen(url, timeout=_SECONDS) as answer:  # noqa: S310  (checked above)
+        with urllib.request.urlopen(request, timeout=_SECONDS) as answer:  # noqa: S310  (checked above)
             return dict(json.load(answer))
+    except urllib.error.HTTPError as error:
+        if error.code == 401:
+            raise EngineError(
+                f"{url} wants {'another' if key else 'an'} admin key: --admin-key-file or {VARIABLE}"
+            ) from None
+        raise EngineError(f"{url} answers {error.code}") from None
     except (urllib.error.URLError, OSError) as error:
         raise EngineError(f"no appliance answers at {url}: {getattr(error, 'reason', error)}") from None
     except (ValueError, TypeError):

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from appliance.host import spec as limits
+from appliance.host.daemon import _hardened, _ulimits
 from appliance.settings import Settings, variable
 
 ROOT = Path(__file__).parents[2]
@@ -78,3 +80,39 @@ def test_the_board_s_service() -> None:
 @pytest.mark.parametrize("name", sorted(set(Settings.model_fields) - FIXED))
 def test_every_setting_can_be_given_in_the_env_file(name: str) -> None:
     assert variable(name) in services()["mjolnir"]["environment"]
+
+
+def test_the_host_command_makes_the_same_container(tmp_path: Path) -> None:
+    """`mjolnir up` and `docker compose up` read one .env: limits, mounts, ports and variables are the same."""
+    files = {name: tmp_path / name for name in limits.BOARD_FILES.values()}
+    for path in files.values():
+        path.touch()
+    given = {name: str(path) for name, path in files.items()}
+    given |= {
+        "MJOLNIR_MODEL": "a/b",
+        "MJOLNIR_PORT": "8123",
+        "HF_TOKEN": "t",
+        "MJOLNIR_ATTN_CTAS": "3",
+        "SHM_SIZE": "2gb",
+    }
+    env = tmp_path / ".env"
+    env.write_text("".join(f"{name}={value}\n" for name, value in given.items()))
+    one = json.loads(compose("--profile", "thor", "config", "--format", "json", env=env))["services"]["mjolnir"]
+    spec = limits.spec_of(given, ROOT, "nvidia")
+    passed = {name: value for name, value in one["environment"].items() if value}
+    assert dict(spec.environment) == passed
+    port = one["ports"][0]
+    assert (spec.host, spec.port, limits.INNER_PORT) == (port["host_ip"], int(port["published"]), port["target"])
+    assert spec.shm_bytes == int(one["shm_size"])
+    assert f"{spec.stop_seconds}s" == one["stop_grace_period"].replace("1m30s", "90s")
+    rendered = {mount["target"]: mount for mount in one["volumes"]}
+    assert set(spec.mounts) == set(rendered)
+    for target, source in spec.mounts.items():
+        assert source.endswith(":ro") is rendered[target].get("read_only", False), target
+        name = rendered[target]["source"]
+        assert source.removesuffix(":ro") == (f"mjolnir_{name}" if rendered[target]["type"] == "volume" else name)
+    hardened = _hardened()
+    assert [f"{path}:{options}" for path, options in hardened.pop("tmpfs").items()] == one["tmpfs"]
+    assert hardened == {key: one[key] for key in hardened}
+    assert one["logging"] == {"driver": "json-file", "options": limits.LOG_OPTIONS}
+    assert {u.name: {"soft": u.soft, "hard": u.hard} for u in _ulimits(spec)} == one["ulimits"]
