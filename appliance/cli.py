@@ -93,13 +93,17 @@ def status(
         str, typer.Option(help="Address of the appliance.", show_default="its container's, else http://127.0.0.1:8000")
     ] = "",
     name: Annotated[str, typer.Option(help="Name of its container.")] = DEFAULT_NAME,
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="File with an admin key.", show_default="MJOLNIR_ADMIN_KEY_FILE")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a running appliance is doing, and its container where there is one."""
     from appliance.host import status as host  # noqa: PLC0415
+    from appliance.host.adminkey import admin_key  # noqa: PLC0415
 
     # An address that was given may be another machine's, of which this machine's daemon knows nothing.
-    report = host.report(url, None if url else host.look(name))
+    report = host.report(url, None if url else host.look(name), admin_key(admin_key_file))
     if as_json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
         return
@@ -161,9 +165,25 @@ def kernel(
 
 
 @app.command()
-def version(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Show the version. `mjolnir upgrade` asks a new image for it before anything is changed."""
-    sys.stdout.write((json.dumps({"mjolnir": __version__}) if as_json else f"mjolnir {__version__}") + "\n")
+def version(
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the installed vLLM too: its version, and that it has our patches.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show the version. With --verify it is the self-test of a new image, before `mjolnir upgrade` changes anything.
+
+    Exit code 1: vLLM is missing, of another version, or not patched as this version wants it.
+    """
+    told = {"mjolnir": __version__}
+    if verify:
+        from appliance.patchqueue import REPOSITORY, find_root, load_queue  # noqa: PLC0415
+        from appliance.patchqueue import verify as verify_patches  # noqa: PLC0415
+
+        # An image keeps the series beside its interpreter, a checkout in its root.
+        inside = Path(sys.prefix) / "patches"
+        told["vllm"] = verify_patches(find_root(), load_queue(inside if inside.is_dir() else REPOSITORY / "patches"))
+    sys.stdout.write((json.dumps(told) if as_json else "\n".join(" ".join(pair) for pair in told.items())) + "\n")
 
 
 def main() -> None:

@@ -119,9 +119,10 @@ def upgrade(
 ) -> None:
     """Have another image take over, and return to the old one if it does not get ready.
 
-    The new image first runs `mjolnir version --json` beside the old one, without network or GPU. Then the old
-    container is stopped and kept, the new one started and watched on /health/ready. Every step is recorded: after a
-    power loss the next `up`, `upgrade` or `rollback` finishes or undoes what was begun.
+    The new image first runs `mjolnir version --verify` beside the old one, without network or GPU: is its vLLM the
+    one that it wants, patched as it wants? Then the old container is stopped and kept, the new one started and
+    watched on /health/ready. Every step is recorded: after a power loss the next `up`, `upgrade` or `rollback`
+    finishes or undoes what was begun.
     """
     if bool(image) == (load is not None):
         raise UsageError("upgrade: accepted: an image's name or --load FILE, one of them")

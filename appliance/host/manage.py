@@ -13,7 +13,7 @@ from appliance.host.switch import Names, Switch, failed_log
 
 # Imports nothing heavy and touches no GPU, so it runs beside an engine that holds all memory: what it shows is that
 # the image fits this machine's architecture, starts under the container's limits, and is an appliance.
-SELF_TEST = ["mjolnir", "version", "--json"]
+SELF_TEST = ["mjolnir", "version", "--verify", "--json"]
 SELF_TEST_SECONDS = 120
 
 

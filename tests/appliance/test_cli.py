@@ -266,3 +266,22 @@ def test_progress_on_a_terminal(command, environment):
     assert process.wait(60) == 0
     assert "ready after" in seen
     assert "Resolved architecture" not in seen
+
+
+def test_the_version_verifies_the_installed_vllm(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "appliance.cli", "version", "--verify", "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["vllm"].startswith("verified: ")
+    # Another vLLM in front: nothing of it is imported, and it is refused.
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('imported')")
+    done = subprocess.run(
+        [sys.executable, "-m", "appliance.cli", "version", "--verify"],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    assert done.stderr.startswith(f"mjolnir: {tmp_path}")
+    assert done.stderr.count("\n") == 1

@@ -35,6 +35,7 @@ for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         os.kill(int(path.parent.name), signal.SIGKILL)
         print(path.parent.name)
 """
+SPOIL = "echo '#' >>$(find / -path '*/v1/attention/backends/registry.py' | head -1)"
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +188,11 @@ def test_upgrade_to_a_second_tag_and_back_from_a_broken_third(client: Any, cpu_i
     host, board = Host(tmp_path, port), Board(f"http://127.0.0.1:{port}")
     second = derived(client, cpu_image, "2", "LABEL tried=second")
     broken = derived(client, cpu_image, "3", "ENV MJOLNIR_MODEL=/opt/mjolnir/models/none")
+    spoiled = derived(client, cpu_image, "4", f"USER 0\nRUN {SPOIL}\nUSER 1000")
     try:
         code, _, err = host("up", "--image", cpu_image)
         assert code == 0, err
+        until("ready", board.is_ready)
         assert "Paris" in board.chat()
         code, out, err = host("upgrade", second)
         assert code == 0, err
@@ -201,6 +204,10 @@ def test_upgrade_to_a_second_tag_and_back_from_a_broken_third(client: Any, cpu_i
         assert "did not take over" in err
         assert running(client) == client.images.get(second).id
         assert "Paris" in board.chat()
+        code, _, err = host("upgrade", spoiled)
+        assert code == 1
+        assert "registry.py: not patched: expected blob" in err
+        assert err.endswith("nothing was changed\n")
         code, out, _ = host("logs", "--tail", "5")
         assert code == 0
         assert out.strip()
@@ -213,7 +220,7 @@ def test_upgrade_to_a_second_tag_and_back_from_a_broken_third(client: Any, cpu_i
     finally:
         for one in client.containers.list(all=True, filters={"name": NAME}):
             one.remove(force=True)
-        for image in (second, broken):
+        for image in (second, broken, spoiled):
             client.images.remove(image, force=True)
 
 
