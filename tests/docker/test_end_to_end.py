@@ -66,6 +66,11 @@ def test_compose_serves_the_demo(client: Any, composed: tuple[Compose, Board]) -
     until("ready", board.is_ready, fail=lambda: ended(client))
     assert "Paris" in board.chat()
     assert board.total("mjolnir_t5_steps_total", kind="decode") >= 1
+    run = container(client).exec_run
+    assert run(["id", "-u"]).output == b"1000\n"
+    assert run(["touch", "/opt/mjolnir/x"]).exit_code != 0
+    assert run(["touch", "/cache/x", "/models/x", "/tmp/x"]).exit_code == 0
+    assert run(["python3", "/opt/mjolnir/healthcheck.py"]).output == b"/health answers 200\n"
     facts = container(client).attrs
     limits = facts["HostConfig"]
     assert facts["Config"]["User"] == "1000"

@@ -1,6 +1,7 @@
 """compose.fleet.yaml for real: nginx and vllm-router in front of two appliances, one of them killed under load."""
 
 import io
+import ipaddress
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ pytestmark = [
 
 NAME = f"mjolnir-fleet-{os.getpid()}"
 ROUTER = "vllm-router==0.1.17"
+PYTHON, NGINX, ROUTER_IMAGE = "mjolnir-test:python", "mjolnir-test:nginx", "mjolnir-test:router"
 CLIENTS = 8
 TOKENS = 48
 
@@ -56,14 +58,12 @@ def images(client: Any, cpu_image: str, tmp_path_factory: pytest.TempPathFactory
     # pip in /usr/local, as in the Dockerfile's own base.
     python = f"FROM {BASE}\nCOPY wheels /wheels\nRUN python3 -m venv /usr/local\n"
     python += "ENV PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels\n"
-    build(client, f"{NAME}:python", python, wheels)
-    build(
-        client, f"{NAME}:nginx", f"FROM {BASE}\nCOPY nginx /usr/local/bin/nginx\nRUN nginx -v\n", {"nginx": Path(nginx)}
-    )
+    build(client, PYTHON, python, wheels)
+    build(client, NGINX, f"FROM {BASE}\nCOPY nginx /usr/local/bin/nginx\nRUN nginx -v\n", {"nginx": Path(nginx)})
     client.images.build(
-        path=str(ROOT / "docker" / "router"), buildargs={"BASE_IMAGE": f"{NAME}:python"}, tag=f"{NAME}:router", rm=True
+        path=str(ROOT / "docker" / "router"), buildargs={"BASE_IMAGE": PYTHON}, tag=ROUTER_IMAGE, rm=True
     )
-    return {"ROUTER_IMAGE": f"{NAME}:router", "NGINX_IMAGE": f"{NAME}:nginx", "appliance": cpu_image}
+    return {"ROUTER_IMAGE": ROUTER_IMAGE, "NGINX_IMAGE": NGINX, "appliance": cpu_image}
 
 
 def build(client: Any, tag: str, dockerfile: str, files: dict[str, Path]) -> None:
@@ -81,7 +81,8 @@ def build(client: Any, tag: str, dockerfile: str, files: dict[str, Path]) -> Non
 @pytest.fixture(scope="module")
 def boards(client: Any, images: dict[str, str]) -> Iterator[list[tuple[Any, Board]]]:
     """Two appliances, published on the address that the router's network reaches this machine by."""
-    gateway = client.networks.get("bridge").attrs["IPAM"]["Config"][0]["Gateway"]
+    subnet = client.networks.get("bridge").attrs["IPAM"]["Config"][0]["Subnet"]
+    gateway = str(next(ipaddress.ip_network(subnet).hosts()))
     made = []
     try:
         for number in (1, 2):
