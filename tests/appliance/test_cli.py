@@ -280,7 +280,8 @@ def test_the_version_verifies_the_installed_vllm(tmp_path):
     (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('imported')")
     done = subprocess.run(
         [sys.executable, "-m", "appliance.cli", "version", "--verify"],
-        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
     )  # fmt: skip
     assert done.returncode == 1, done.stdout
     assert done.stderr.startswith(f"mjolnir: {tmp_path}")
