@@ -18,8 +18,8 @@ pip() {
   if [ -n "$(ls $inputs/wheels/*.whl 2>/dev/null)" ]; then
     export PIP_FIND_LINKS=$inputs/wheels PIP_NO_INDEX=1
   fi
-  # Byte code holds times of files unless it is made as in compile().
-  export PIP_NO_CACHE_DIR=1 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_COMPILE=1
+  # Byte code holds times of files unless it is made as in compile(); PIP_NO_COMPILE=1 would mean the opposite.
+  export PIP_NO_CACHE_DIR=1 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
   if $python -c 'import pip' 2>/dev/null; then
     $python -m pip "$@"
   else
@@ -29,7 +29,7 @@ pip() {
 
 # The same sources give the same bytes: no times in it, one process, one seed.
 compile() {
-  PYTHONHASHSEED=0 $python -m compileall -q -j 1 --invalidation-mode unchecked-hash "$@" >/tmp/compile.log 2>&1 ||
+  PYTHONHASHSEED=0 $python -m compileall -qf -j 1 --invalidation-mode unchecked-hash "$@" >/tmp/compile.log 2>&1 ||
     echo "some files are not of this Python and stay uncompiled: $(grep -c '^\*\*\*' /tmp/compile.log || true)"
   rm -f /tmp/compile.log
 }
@@ -63,10 +63,10 @@ dependencies() {
   if [ "$1" = thor ]; then
     (cd / && python3 -c 'import importlib.util as u, pathlib as p; print(p.Path(u.find_spec("vllm").origin).parent.parent)') \
       >"$(site_packages)/zz-base-image.pth"
-    pip install --constraint /build/engine-cpu.txt --requirement /build/ours.txt
+    pip install --no-compile --constraint /build/engine-cpu.txt --requirement /build/ours.txt
   else
-    pip install --no-deps --requirement /build/engine-cpu.txt
-    pip install --constraint /build/engine-cpu.txt --requirement /build/ours.txt
+    pip install --no-compile --no-deps --requirement /build/engine-cpu.txt
+    pip install --no-compile --constraint /build/engine-cpu.txt --requirement /build/ours.txt
   fi
   compile "$(site_packages)"
 }
@@ -85,7 +85,7 @@ wheel() { (cd /build/source && pip wheel --quiet --no-deps --no-build-isolation 
 # In the image itself: this package, the patches, checks, byte code, the user and what the user may write.
 finish() {
   target=$1 uid=$2
-  pip install --quiet --no-deps --no-index /opt/dist/*.whl
+  pip install --no-compile --quiet --no-deps --no-index /opt/dist/*.whl
   rm -r /opt/dist
   cd /
   $python -m appliance.image_check "$target" --queue $home/patches
