@@ -88,6 +88,44 @@ def serve(
 
 
 @app.command()
+def calibrate(
+    model: Annotated[str | None, typer.Option(help="Folder of the model, or its id on the hub.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Scale file.", show_default="<cache_dir>/scales/<model>.json, where serve looks")
+    ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option(help='Prompts, a line of JSON each: {"prompt": "..."}.', show_default="64 of ours")
+    ] = None,
+    percentile: Annotated[
+        float, typer.Option(help="Share of values, in percent, that must not saturate; 100 is the maximum.")
+    ] = 100.0,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 96,
+    max_model_len: Annotated[int, typer.Option(help="Longest prompt plus answer, tokens.")] = 2048,
+    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs to spread the model over.")] = 1,
+    cache_dir: Annotated[Path | None, typer.Option(help="Folder of what is kept between starts.")] = None,
+    offline: Annotated[bool | None, typer.Option("--offline", help="Never ask the hub for anything.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure a model's K and V and write the scales that the 6-bit KV cache needs.
+
+    An interrupted run goes on where it was when it is started again.
+    """
+    from appliance import settings  # noqa: PLC0415
+    from appliance.calibrate import Choices  # noqa: PLC0415
+    from appliance.calibrate import calibrate as run  # noqa: PLC0415
+
+    given = settings.load(model=model, cache_dir=cache_dir, offline=offline)
+    choices = Choices(out, prompts_file, percentile, answer_tokens, max_model_len, tensor_parallel_size)
+    report = run(given, choices)
+    text = (
+        json.dumps(report)
+        if as_json
+        else f"wrote {report['path']}: {report['layers']} layers, {report['tokens']} tokens"
+    )
+    sys.stdout.write(text + "\n")
+
+
+@app.command()
 def status(
     url: Annotated[
         str, typer.Option(help="Address of the appliance.", show_default="its container's, else http://127.0.0.1:8000")

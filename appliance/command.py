@@ -1,5 +1,6 @@
 """The engine's command line and environment."""
 
+import json
 import os
 import platform
 import sys
@@ -7,8 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance.errors import SettingsError
 from appliance.settings import Settings
-from mjolnir.names import STATS_DIR_VARIABLE
+from mjolnir import scales
+from mjolnir.errors import ScalesError
+from mjolnir.names import FP6_KV_DTYPE, KV_SCALES_VARIABLE, STATS_DIR_VARIABLE
 
 SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 
@@ -62,7 +66,7 @@ def build(settings: Settings, inherited: dict[str, str], runtime_dir: Path, stat
     socket = runtime_dir / "engine.sock"
     gpu = has_gpu()
     command = (*(settings.engine_command or SERVE), *arguments(settings, gpu), "--uds", str(socket))
-    environment = inherited | _environment(settings, gpu, inherited)
+    environment = inherited | _environment(settings, gpu, inherited) | scales_environment(settings, inherited)
     # What an engine that was killed leaves in its temporary folder goes when ours goes.
     private = dict.fromkeys(("TMPDIR", "VLLM_RPC_BASE_PATH"), str(runtime_dir))
     environment |= {STATS_DIR_VARIABLE: str(stats_dir), **private}
@@ -70,6 +74,13 @@ def build(settings: Settings, inherited: dict[str, str], runtime_dir: Path, stat
         _drop(environment, _HUB_TOKENS)
     _drop(environment, _SECRETS)
     return Launch(command, environment, socket)
+
+
+def tool_environment(settings: Settings, inherited: dict[str, str]) -> dict[str, str]:
+    """Environment of a tool that runs a model by itself, with the engine's caches and without the clients' secrets."""
+    environment = inherited | _environment(settings, has_gpu(), inherited)
+    _drop(environment, _SECRETS if not (is_local(settings.model) or settings.offline) else (*_SECRETS, *_HUB_TOKENS))
+    return environment
 
 
 def arguments(settings: Settings, gpu: bool) -> tuple[str, ...]:
@@ -114,16 +125,52 @@ def _environment(settings: Settings, gpu: bool, inherited: dict[str, str]) -> di
         wanted |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if not gpu:
         wanted["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib or _CPU_KV_CACHE_GIB)
-        openmp = _intel_openmp()
-        if openmp is not None and "LD_PRELOAD" not in inherited:
-            wanted["LD_PRELOAD"] = str(openmp)
+        if "LD_PRELOAD" not in inherited:
+            wanted |= engine_libraries()
     return wanted
 
 
-def _intel_openmp() -> Path | None:
-    """The OpenMP runtime that vLLM asks for on x86; it comes with vLLM's CPU wheel."""
+def engine_libraries() -> dict[str, str]:
+    """Environment with the OpenMP runtime that vLLM asks for on an x86 CPU; it comes with vLLM's CPU wheel."""
     library = Path(sys.prefix) / "lib" / "libiomp5.so"
-    return library if platform.machine() == "x86_64" and library.is_file() else None
+    found = platform.machine() == "x86_64" and library.is_file()
+    return {"LD_PRELOAD": str(library)} if found else {}
+
+
+def kv_cache_dtype(settings: Settings) -> str:
+    """Format of the KV cache: a flag for the engine takes the place of the setting."""
+    words = settings.engine_args
+    for position, word in enumerate(words):
+        name, _, value = word.replace("_", "-", 2).partition("=") if word.startswith("--") else ("", "", "")
+        if name == "--kv-cache-dtype":
+            return word.partition("=")[2] if value else (words[position + 1] if position + 1 < len(words) else "")
+    return settings.kv_cache_dtype
+
+
+def scales_environment(settings: Settings, inherited: dict[str, str]) -> dict[str, str]:
+    """Environment that names the scale file of a 6-bit KV cache.
+
+    Raises:
+        SettingsError: there is none, or it can't be used.
+    """
+    if kv_cache_dtype(settings) != FP6_KV_DTYPE:
+        return {}
+    given = inherited.get(KV_SCALES_VARIABLE, "").strip()
+    path = Path(given).expanduser() if given else scales.default_path(settings.cache_dir, settings.model)
+    if not given and not path.exists():
+        raise SettingsError(
+            f"kv_cache_dtype={FP6_KV_DTYPE}: there are no scales for {settings.model}: {path} is missing; make it with "
+            f"`mjolnir calibrate --model {settings.model}`, or set {KV_SCALES_VARIABLE}"
+        )
+    try:
+        file = scales.load(path)
+        config = Path(settings.model).expanduser() / "config.json"
+        if config.is_file():
+            served = scales.shape_of_config(scales.model_name(settings.model), json.loads(config.read_text()))
+            scales.check_model(str(path), file, served)
+    except ScalesError as error:
+        raise SettingsError(str(error)) from None
+    return {KV_SCALES_VARIABLE: str(path.absolute())}
 
 
 def _drop(environment: dict[str, str], names: tuple[str, ...]) -> None:

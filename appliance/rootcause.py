@@ -50,6 +50,7 @@ _SETTINGS_ERRORS = {
     "PackageNotFoundError",
     "FileNotFoundError",
     "ConfigurationError",
+    "ScalesError",
     "SafetensorError",
 }
 _TRANSIENT = re.compile(r"memory|address already in use|timed? ?out|connection", re.IGNORECASE)

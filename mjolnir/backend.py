@@ -7,13 +7,14 @@ the classes are made when the attribute is first asked for, not when this module
 
 from typing import TYPE_CHECKING, Any
 
-from mjolnir import BACKEND_NAME
+from mjolnir import BACKEND_NAME, packed
 from mjolnir.builder import BuilderMixin
 from mjolnir.env import BackendSettings
 from mjolnir.fallback import current_fallback
 from mjolnir.impl import ImplMixin
+from mjolnir.names import FP6_KV_DTYPE
 from mjolnir.plugin import has_native_member
-from mjolnir.runner import PAGE_SIZES
+from mjolnir.runner import HEAD_SIZES, PAGE_SIZES
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend
@@ -52,6 +53,29 @@ class BackendMixin(AttentionBackend):
         """T5's page sizes that the fallback takes too; the fallback's own where there is none."""
         base_sizes = cls.base_backend.get_supported_kernel_block_sizes(kv_cache_spec)
         return intersect_block_sizes(base_sizes)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The spec with the size of its pages, where they are packed."""
+        return packed.packed_spec(spec) if packed.is_packed(spec) else super().customize_spec(spec)
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        """What the fallback takes, and packed 6-bit pages, which it sees expanded."""
+        return bool(super().supports_kv_cache_dtype("auto" if kv_cache_dtype == FP6_KV_DTYPE else kv_cache_dtype))
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: Any, kv_cache_dtype: Any, *args: Any, **kwargs: Any
+    ) -> str | None:
+        """Why settings do not go together, or None."""
+        if kv_cache_dtype == FP6_KV_DTYPE:
+            if head_size not in HEAD_SIZES:
+                accepted = ", ".join(map(str, HEAD_SIZES))
+                return f"{FP6_KV_DTYPE} with head size {head_size} (accepted: {accepted})"
+            kv_cache_dtype = "auto"
+        reason: str | None = super().supports_combination(head_size, dtype, kv_cache_dtype, *args, **kwargs)
+        return reason
 
     @classmethod
     def supports_non_causal(cls) -> bool:

@@ -1,5 +1,6 @@
 """The metadata builder: once a step and attention group it decides who runs the step, and counts the decision."""
 
+import functools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -7,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mjolnir import banner, telemetry
+from mjolnir import banner, packed, telemetry
 from mjolnir.counters import GroupInfo
-from mjolnir.eligibility import ineligible_reason
+from mjolnir.eligibility import ineligible_reason, kv_format
 from mjolnir.env import BackendSettings
 from mjolnir.metadata import MjolnirMetadata
 from mjolnir.names import FallbackReason
@@ -44,7 +45,10 @@ class BuilderMixin(AttentionMetadataBuilder):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)
+        self.packed = packed.is_packed(kv_cache_spec)
+        self._page_size = kv_cache_spec.block_size
+        seen = packed.expanded_spec(kv_cache_spec, vllm_config.model_config.dtype) if self.packed else kv_cache_spec
+        super().__init__(seen, layer_names, vllm_config, device, *args, **kwargs)
         self.settings = BackendSettings.from_env()
         self._capturing = False
         if self.settings.banner:
@@ -57,7 +61,9 @@ class BuilderMixin(AttentionMetadataBuilder):
         self.fixed_reason = _fixed_reason(reason, self.settings, self.is_draft)
         if self.fixed_reason is not None:
             # Captured as the fallback is: the class, which does not know the layers, may have promised more.
-            self.get_cudagraph_support = super().get_cudagraph_support  # type: ignore[method-assign]
+            self.get_cudagraph_support = self._fallback_cudagraph_support  # type: ignore[method-assign]
+            if self.packed:
+                self.supports_draft_decode_metadata_update = False
         self.runner: DecodeRunner | None = None
         if self.fixed_reason is None:
             self.runner = create_runner(_runner_config(kv_cache_spec, layers or {}, vllm_config, device, self.settings))
@@ -75,7 +81,7 @@ class BuilderMixin(AttentionMetadataBuilder):
         fallback that could: at replay a uniform step would be T5's, and the captured fallback kernels would find
         their own persistent state stale. Where T5 does not run: the fallback's own answer.
         """
-        base = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        base = cls._fallback_cudagraph_support(vllm_config, kv_cache_spec)
         settings = BackendSettings.from_env()
         device_type = vllm_config.device_config.device_type
         # Which layers are in the group is not known here, so one that T5 can't run speaks for all.
@@ -89,6 +95,12 @@ class BuilderMixin(AttentionMetadataBuilder):
         return type(base).UNIFORM_BATCH
 
     @classmethod
+    def _fallback_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """What a group can be captured as whose steps may be the fallback's; over packed pages never anything."""
+        base = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        return type(base).NEVER if packed.is_packed(kv_cache_spec) else base
+
+    @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
         """None: a captured T5 step has one query length."""
         return None
@@ -100,7 +112,11 @@ class BuilderMixin(AttentionMetadataBuilder):
             self._count(step, common_attn_metadata)
         if isinstance(step, T5Step):
             return self._t5_metadata(common_attn_metadata, step)
-        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        build = functools.partial(super().build, common_prefix_len, fast_build=fast_build)
+        if not self.packed:
+            return build(common_attn_metadata)
+        longest = self.vllm_config.model_config.max_model_len
+        return packed.expanded_metadata(common_attn_metadata, self._page_size, longest, build)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """Metadata for a capture: classified as every replay of it will be, and not counted."""
@@ -110,6 +126,8 @@ class BuilderMixin(AttentionMetadataBuilder):
             step = self._classify(common_attn_metadata)
             if isinstance(step, T5Step):
                 return self._t5_metadata(common_attn_metadata, step)
+            if self.packed:
+                raise RuntimeError("a fallback step over fp6_e2m3 can't be captured; report this")
             return super().build_for_cudagraph_capture(common_attn_metadata)
         finally:
             self._capturing = False
@@ -258,6 +276,7 @@ def _runner_config(
         device=device,
         max_q_len=min(max_q_len, settings.max_q_len) if settings.max_q_len else max_q_len,
         q_dtype=settings.q_dtype,
+        kv_format=kv_format(vllm_config),
         ctas_per_sm=settings.ctas_per_sm,
         max_splits=settings.max_splits,
     )

@@ -8,9 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from mjolnir.env import BackendSettings
+from mjolnir.names import FP6_KV_DTYPE
 from mjolnir.runner import HEAD_SIZES, PAGE_SIZES, unavailable_reason
 
-T5_KV_DTYPES = ("fp8", "fp8_e4m3")
+# vLLM's name of a KV format to its quantisation mode and our name.
+T5_KV_DTYPES = {
+    "fp8": ("FP8_PER_TENSOR", "fp8"),
+    "fp8_e4m3": ("FP8_PER_TENSOR", "fp8"),
+    FP6_KV_DTYPE: ("FP6_E2M3", "e2m3"),
+}
 MODEL_DTYPES = ("bfloat16", "float16")
 _NO_WINDOW = (None, -1, (-1, -1))
 
@@ -29,7 +35,17 @@ def ineligible_reason(
     """
     if settings.disabled:
         return "MJOLNIR_ATTN_DISABLE set"
-    return _spec_reason(spec, vllm_config) or _config_reason(vllm_config, device_type) or _layers_reason(layers)
+    return (
+        _spec_reason(spec, vllm_config)
+        or _config_reason(vllm_config)
+        or unavailable_reason(device_type, kv_format(vllm_config), spec.head_size)
+        or _layers_reason(layers)
+    )
+
+
+def kv_format(vllm_config: Any) -> str:
+    """Our name of the KV format of an eligible group."""
+    return T5_KV_DTYPES[vllm_config.cache_config.cache_dtype][1]
 
 
 def _spec_reason(spec: Any, vllm_config: Any) -> str | None:
@@ -39,8 +55,10 @@ def _spec_reason(spec: Any, vllm_config: Any) -> str | None:
     if dtype not in T5_KV_DTYPES:
         return f"kv cache dtype '{dtype}' is not one of {', '.join(T5_KV_DTYPES)}"
     # The group's own format: layers may have been told to skip the cache's quantisation.
-    if spec.kv_quant_mode.name != "FP8_PER_TENSOR" or getattr(spec.dtype, "itemsize", 1) != 1:
-        return f"kv cache dtype of this group is {spec.kv_quant_mode.name.lower()}, not fp8 per tensor"
+    mode, name = T5_KV_DTYPES[dtype]
+    if spec.kv_quant_mode.name != mode or getattr(spec.dtype, "itemsize", 1) != 1:
+        wanted = "fp8 per tensor" if name == "fp8" else FP6_KV_DTYPE
+        return f"kv cache dtype of this group is {spec.kv_quant_mode.name.lower()}, not {wanted}"
     if head_size not in HEAD_SIZES:
         return f"head_size {head_size} is not one of {', '.join(map(str, HEAD_SIZES))}"
     if spec.head_size_v != head_size:
@@ -51,12 +69,13 @@ def _spec_reason(spec: Any, vllm_config: Any) -> str | None:
         return f"chunked local attention ({spec.attention_chunk_size} tokens)"
     if spec.block_size not in PAGE_SIZES:
         return f"block size {spec.block_size} is not one of {', '.join(map(str, PAGE_SIZES))}"
-    if spec.tokens_per_state != 1 or spec.num_head_slots is not None or spec.state_content_bytes is not None:
+    cell = None if name == "fp8" else 2 * head_size * 6 // 8
+    if spec.tokens_per_state != 1 or spec.num_head_slots is not None or spec.state_content_bytes != cell:
         return "KV cells are not one K and one V row per token and head"
     return None
 
 
-def _config_reason(vllm_config: Any, device_type: str) -> str | None:
+def _config_reason(vllm_config: Any) -> str | None:
     """Rules about the model and how it is run."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     dtype = str(model.dtype).removeprefix("torch.")
@@ -68,7 +87,7 @@ def _config_reason(vllm_config: Any, device_type: str) -> str | None:
         return f"prefill context parallel size {parallel.prefill_context_parallel_size}"
     if getattr(model, "rswa_window", None) is not None:
         return f"reference sliding window attention ({model.rswa_window} tokens)"
-    return unavailable_reason(device_type)
+    return None
 
 
 def _layers_reason(layers: Mapping[str, Any] | None) -> str | None:
@@ -91,7 +110,7 @@ def layer_reason(layer: Any) -> str | None:
     attn_type = getattr(layer, "attn_type", "decoder")
     if getattr(attn_type, "value", attn_type) != "decoder":
         return f"attention type {getattr(attn_type, 'value', attn_type)}"
-    if getattr(layer, "kv_cache_dtype", T5_KV_DTYPES[0]) not in T5_KV_DTYPES:
+    if getattr(layer, "kv_cache_dtype", "fp8") not in T5_KV_DTYPES:
         return f"kv cache dtype '{layer.kv_cache_dtype}'"
     if getattr(layer, "use_alibi_sqrt", False):
         return "ALiBi (square root)"

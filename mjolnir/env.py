@@ -118,6 +118,7 @@ class BackendSettings:
         fused_draft: whether the builder offers to refresh draft metadata inside a captured graph.
         kv_layout: forced logical layout of the KV cache; empty means detected from its shape.
         kernel_cache: directory of compiled kernels, or ``off``; empty means the default one.
+        kv_scales: scale file of a 6-bit KV cache; empty where there is none.
         banner: whether to show the banner.
         config_name: name of the model configuration, shown in the banner.
     """
@@ -133,6 +134,7 @@ class BackendSettings:
     fused_draft: bool = True
     kv_layout: str = ""
     kernel_cache: str = ""
+    kv_scales: str = ""
     banner: bool = True
     config_name: str = ""
 
@@ -155,9 +157,23 @@ class BackendSettings:
             fused_draft=read_bool("MJOLNIR_ATTN_FUSED_DRAFT", True),
             kv_layout=read_choice("MJOLNIR_ATTN_KV_LAYOUT", dict(zip(KV_LAYOUTS, KV_LAYOUTS, strict=True)), ""),
             kernel_cache=read_directory("MJOLNIR_ATTN_KERNEL_CACHE"),
+            kv_scales=os.path.expanduser(read("MJOLNIR_KV_SCALES")),
             banner=read_bool("MJOLNIR_ATTN_BANNER", True),
             config_name=read("MJOLNIR_CONFIG"),
         )
+
+    def require_kv_scales(self) -> str:
+        """The scale file, which a 6-bit KV cache can't do without.
+
+        Raises:
+            ConfigurationError: none is set.
+        """
+        if not self.kv_scales:
+            raise ConfigurationError(
+                "MJOLNIR_KV_SCALES is not set, and kv cache dtype fp6_e2m3 needs a scale file; "
+                "accepted: the path of one, made by `mjolnir calibrate`"
+            )
+        return self.kv_scales
 
     @property
     def kernel_cache_directory(self) -> Path | None:

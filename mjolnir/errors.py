@@ -6,7 +6,8 @@ MjolnirError
 ├── KernelInspectionError machine code that can't be disassembled here
 ├── KernelMissingError    a kernel variant that would have to be compiled when it is too late for that
 ├── LayoutError           a KV cache whose shape or strides T5 can't read
-└── PlanError             a split-KV plan that does not fit its buffers
+├── PlanError             a plan that does not fit its buffers
+└── ScalesError           a scale file that can't be read, used or written
 """
 
 
@@ -35,4 +36,8 @@ class LayoutError(MjolnirError, ValueError):
 
 
 class PlanError(MjolnirError, ValueError):
-    """A split-KV plan that does not fit its buffers."""
+    """A plan that does not fit its buffers."""
+
+
+class ScalesError(MjolnirError, ValueError):
+    """A scale file that can't be read, used or written; the message names it and what is accepted."""

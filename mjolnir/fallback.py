@@ -13,6 +13,7 @@ from typing import Any
 from mjolnir import BACKEND_NAME
 from mjolnir.env import BackendSettings
 from mjolnir.errors import ConfigurationError
+from mjolnir.names import FP6_KV_DTYPE
 
 logger = logging.getLogger("vllm.mjolnir")
 
@@ -140,7 +141,8 @@ def _current_needs() -> ModelNeeds | None:
         device_type=current_platform.device_type,
         head_size=config.model_config.get_head_size(),
         dtype=config.model_config.dtype,
-        kv_cache_dtype=cache.cache_dtype,
+        # Packed pages are expanded for the fallback to the model's own dtype.
+        kv_cache_dtype="auto" if cache.cache_dtype == FP6_KV_DTYPE else cache.cache_dtype,
         block_size=cache.block_size if cache.user_specified_block_size else None,
     )
 

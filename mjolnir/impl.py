@@ -4,11 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mjolnir import packed, scratch
 from mjolnir.eligibility import impl_reason
 from mjolnir.env import BackendSettings
-from mjolnir.errors import LayoutError
+from mjolnir.errors import ConfigurationError, LayoutError
 from mjolnir.layouts import PagedKV, detect_layout, split_kv
 from mjolnir.metadata import MjolnirMetadata
+from mjolnir.observation import observer
+from mjolnir.packed import ExpandedMetadata
+from mjolnir.reference.e2m3 import row_bytes
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionImpl
@@ -25,7 +29,17 @@ class ImplMixin(AttentionImpl):
     can_return_lse_for_decode = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.packed, args, kwargs = packed.for_fallback(args, kwargs)
         super().__init__(*args, **kwargs)
+        if self.packed:
+            # The layer would quantise Q for a cache that the fallback never sees.
+            self.supports_quant_query_input = False
+        self._row = row_bytes(self.head_size) if self.packed else self.head_size
+        self._observer = observer()
+        if self.packed and self._observer is not None:
+            raise ConfigurationError(
+                "kv cache dtype fp6_e2m3: can't be calibrated on; accepted: auto (the model's own)"
+            )
         self._t5_reason = impl_reason(self)
         self._forced_layout = BackendSettings.from_env().kv_layout
         self._views: tuple[int, tuple[int, ...], PagedKV] | None = None
@@ -33,6 +47,32 @@ class ImplMixin(AttentionImpl):
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """No: T5 writes the model's dtype."""
         return False
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Called after weights were loaded, and after each time they were loaded anew: scales are put in place.
+
+        Raises:
+            ConfigurationError: packed pages, and no scale file.
+            ScalesError: the scale file does not fit this model.
+        """
+        super().process_weights_after_loading(act_dtype)
+        if self.packed:
+            from vllm.config import get_current_vllm_config  # noqa: PLC0415
+
+            packed.prepare_layer(self, get_current_vllm_config(), act_dtype)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write a step's new K and V rows to the cache."""
+        if self._observer is not None:
+            self._observer.see(layer.layer_name, key, value, slot_mapping)
+        if not self.packed:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        write_kv, _ = packed.store_for(kv_cache.device)
+        views = self._kv_views(kv_cache, kv_cache.shape[2])
+        write_kv(key, value, views, slot_mapping, *packed.layer_scales(layer))
 
     # These fusions write the cache behind the impl's back.
     def fused_rope_kvcache_supported(self) -> bool:
@@ -66,6 +106,8 @@ class ImplMixin(AttentionImpl):
             RuntimeError: a T5 step reached a layer that T5 can't run.
             ValueError: a T5 step with a quantised query or output.
         """
+        if isinstance(attn_metadata, ExpandedMetadata):
+            return self._forward_expanded(layer, query, key, value, kv_cache, attn_metadata, output, **kwargs)
         if not isinstance(attn_metadata, MjolnirMetadata):
             result: torch.Tensor = super().forward(
                 layer,
@@ -92,20 +134,41 @@ class ImplMixin(AttentionImpl):
             attn_metadata.plan,
             query.view(-1, self.num_heads, self.head_size),
             output.view(-1, self.num_heads, self.head_size),
-            self._kv_views(kv_cache, attn_metadata),
-            layer._k_scale,
-            layer._v_scale,
+            self._kv_views(kv_cache, attn_metadata.runner.config.page_size),
+            *(packed.layer_scales(layer) if self.packed else (layer._k_scale, layer._v_scale)),
             self.scale,
         )
         return output
 
-    def _kv_views(self, kv_cache: torch.Tensor, metadata: MjolnirMetadata) -> PagedKV:
+    def _forward_expanded(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        metadata: ExpandedMetadata,
+        output: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """A fallback step over packed pages: those in use are expanded, a run of requests after the other."""
+        _, expand_pages = packed.store_for(kv_cache.device)
+        page_size = kv_cache.shape[2]
+        views = self._kv_views(kv_cache, page_size)
+        shape = self.num_kv_heads, page_size, self.head_size
+        for run in metadata.runs:
+            pages = scratch.pages(kv_cache.device, len(run.pages.sources), *shape, query.dtype)
+            expand_pages(views, run.pages.sources, pages, *packed.layer_scales(layer))
+            rows = [None if part is None else part[run.tokens] for part in (query, key, value)]
+            super().forward(layer, *rows, pages, run.metadata, output[run.tokens], None, None, **kwargs)
+        return output
+
+    def _kv_views(self, kv_cache: torch.Tensor, page_size: int) -> PagedKV:
         """K and V of this layer's cache; looked up once, until vLLM binds another cache."""
         key = kv_cache.data_ptr(), tuple(kv_cache.shape)
         if self._views is None or self._views[:2] != key:
-            page_size = metadata.runner.config.page_size
-            layout = self._forced_layout or detect_layout(key[1], self.num_kv_heads, page_size, self.head_size)
-            views = split_kv(kv_cache, layout, self.head_size)
+            layout = self._forced_layout or detect_layout(key[1], self.num_kv_heads, page_size, self._row)
+            views = split_kv(kv_cache, layout, self._row)
             if views.k.shape[1] != page_size:
                 raise LayoutError(
                     f"KV cache of shape {key[1]} read as {layout} has pages of {views.k.shape[1]} tokens, the plan "

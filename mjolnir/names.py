@@ -35,3 +35,7 @@ class KernelSource(StrEnum):
 
     COMPILED = "compiled"
     LOADED = "loaded"
+
+
+KV_SCALES_VARIABLE = "MJOLNIR_KV_SCALES"
+FP6_KV_DTYPE = "fp6_e2m3"  # `--kv-cache-dtype` of packed 6-bit pages

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from mjolnir.layouts import PagedKV
 
 HEAD_SIZES = (64, 128, 256)
+# Head sizes of packed pages by device: the CUDA kernel reads rows in vectors of 16 bytes.
+PACKED_HEAD_SIZES = {"cpu": HEAD_SIZES, "cuda": (128, 256)}
 PAGE_SIZES = (16, 32, 64, 128)
 
 
@@ -36,7 +38,7 @@ class RunnerConfig:
         max_q_len: most query tokens of a request.
         q_dtype: ``bf16`` (as it comes, which costs nothing and is ten times as accurate: docs/kernels.md) or ``fp8``
             (quantised per sequence and KV head).
-        kv_format: ``fp8`` (e4m3 bytes) or ``e2m3`` (packed rows of `mjolnir.reference.e2m3`; CUDA only).
+        kv_format: ``fp8`` (e4m3 bytes) or ``e2m3`` (packed rows of `mjolnir.reference.e2m3`).
         ctas_per_sm: programs that run side by side on one SM.
         max_splits: most pieces that one sequence is cut into.
     """
@@ -120,7 +122,8 @@ class DecodeRunner(Protocol):
             query: (>= num_reqs * q_len, num_heads, head_size), rows of a request one after the other.
             out: as ``query``, in the output dtype; rows beyond ``num_reqs * q_len`` stay untouched.
             kv: the layer's cache.
-            k_scale: descale of K, float32: one element, (num_kv_heads,) or (num_reqs, num_kv_heads).
+            k_scale: descale of K, float32: one element, (num_kv_heads,) or (num_reqs, num_kv_heads); with e2m3
+                also (num_kv_heads, head_size), by channel.
             v_scale: descale of V, likewise.
             softmax_scale: factor of the scores, usually ``head_size ** -0.5``.
             lse: (num_reqs, num_kv_heads, q_len * heads_per_kv_head) float32 for the natural-log LSE, or None.
@@ -147,11 +150,14 @@ def _cuda_runner(config: RunnerConfig) -> DecodeRunner:
 _RUNNERS: dict[str, Callable[[RunnerConfig], DecodeRunner]] = {"cpu": _cpu_runner, "cuda": _cuda_runner}
 
 
-def unavailable_reason(device_type: str) -> str | None:
-    """Why T5 can't run on a kind of device, or None where it can."""
-    if device_type in _RUNNERS:
-        return None
-    return f"no T5 kernels for device type '{device_type}' in this build"
+def unavailable_reason(device_type: str, kv_format: str = "fp8", head_size: int | None = None) -> str | None:
+    """Why T5 can't run on a kind of device, with a KV format and head size where given; None where it can."""
+    if device_type not in _RUNNERS:
+        return f"no T5 kernels for device type '{device_type}' in this build"
+    sizes = PACKED_HEAD_SIZES[device_type]
+    if kv_format == "e2m3" and head_size is not None and head_size not in sizes:
+        return f"head_size {head_size} with fp6_e2m3 on {device_type} is not one of {', '.join(map(str, sizes))}"
+    return None
 
 
 def create_runner(config: RunnerConfig) -> DecodeRunner:

@@ -1,4 +1,4 @@
-"""Into and out of a paged e2m3 cache: new tokens' K and V encoded, packed and stored; whole pages expanded to e4m3.
+"""Into and out of a paged e2m3 cache: new tokens' K and V encoded, packed and stored; whole pages expanded.
 
 The format of codes and rows is told in `mjolnir.reference.e2m3`. Inside the kernels a code is the byte that it is in
 a plane: sign in bit 7, magnitude in bits 4..0.
@@ -134,10 +134,17 @@ def _round_to_e4m3(x):
 
 
 @triton.jit
+def _round_to_bf16(x):
+    """bf16 of finite f32 values, to nearest even; Triton's interpreter would cut off."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def _expand_quarter(
     OUT, RATIO, codes, out_at, real, head, channel, RATIO_HEAD_STRIDE: tl.constexpr, RATIO_CHANNEL_STRIDE: tl.constexpr
 ):
-    """Store a quarter of each row as e4m3."""
+    """Store a quarter of each row, as e4m3 where the output is bytes."""
     # As f16 bits an e4m3 byte moved up by seven is 2^-8 times its value; the codes are 2^-6 times theirs.
     half = ((codes & 0x80) << 8 | (codes & 0x1F) << 7).to(tl.int16).to(tl.float16, bitcast=True)
     x = half.to(tl.float32) * 16384.0
@@ -145,7 +152,12 @@ def _expand_quarter(
         ratio_at = (head * RATIO_HEAD_STRIDE)[:, None] + (channel * RATIO_CHANNEL_STRIDE)[None, :]
         x *= tl.load(RATIO + ratio_at)
     at = OUT + out_at[:, None] + channel[None, :]
-    tl.store(at, _round_to_e4m3(x).to(tl.uint8), mask=real[:, None])
+    if OUT.dtype.element_ty == tl.uint8:
+        tl.store(at, _round_to_e4m3(x).to(tl.uint8), mask=real[:, None])
+    elif OUT.dtype.element_ty == tl.bfloat16:
+        tl.store(at, _round_to_bf16(x), mask=real[:, None])
+    else:
+        tl.store(at, x.to(OUT.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
@@ -289,12 +301,13 @@ def expand_pages(
     k_ratio: torch.Tensor | None = None,
     v_ratio: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Pages of the cache as e4m3: exactly the codes' values, or these times a ratio, rounded and saturated.
+    """Pages of the cache as e4m3 or floats: the codes' values, or these times a ratio, rounded (e4m3: saturated).
 
     Args:
         kv: the cache.
         src_blocks: (count,) int, pages of the cache; one that it does not have expands to zeros.
-        out: (>= count, num_kv_heads, page_size, 2 * head_size) uint8, unit stride on the last: K and V side by side.
+        out: (>= count, num_kv_heads, page_size, 2 * head_size) uint8 for e4m3, or bf16, f16 or f32; unit stride on the
+            last: K and V side by side.
         k_ratio: (num_kv_heads, head_size) f32, or None for 1.
         v_ratio: likewise.
 

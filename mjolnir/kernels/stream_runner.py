@@ -14,9 +14,8 @@ from mjolnir.kernels.compiler import launch as launch_compiled
 from mjolnir.kernels.tuning import StreamTuning
 from mjolnir.kernels.variants import Choice, Strides, decode_variant, merge_variant, shape_of, siblings
 from mjolnir.layouts import PagedKV
-from mjolnir.runner import RunnerConfig
+from mjolnir.runner import PACKED_HEAD_SIZES, RunnerConfig
 
-PACKED_HEAD_SIZES = (128, 256)
 ALIGNMENT = 16  # bytes; K and V are read in vectors of as many
 WORKERS = 4  # threads that compile
 
@@ -76,8 +75,9 @@ class StreamRunner:
             raise ConfigurationError(
                 f"Q dtype {config.q_dtype}: the CUDA kernels take bf16 (Q as it comes), which costs them no time"
             )
-        if config.kv_format == "e2m3" and config.head_size not in PACKED_HEAD_SIZES:
-            raise ConfigurationError(f"e2m3 with head size {config.head_size}: accepted: {PACKED_HEAD_SIZES}")
+        packed_sizes = PACKED_HEAD_SIZES["cuda"]
+        if config.kv_format == "e2m3" and config.head_size not in packed_sizes:
+            raise ConfigurationError(f"e2m3 with head size {config.head_size}: accepted: {packed_sizes}")
         arch = "default"
         if config.device.type == "cuda":
             properties = torch.cuda.get_device_properties(config.device)

@@ -28,6 +28,7 @@ from mjolnir.layouts import PagedKV
 from mjolnir.reference import e4m3
 
 MAX = 7.5
+EXPANDED_DTYPES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)  # uint8 is e4m3
 
 _MAGNITUDES = [*(i / 8 for i in range(16)), *(i / 4 for i in range(8, 16)), *(i / 2 for i in range(8, 16))]
 
@@ -137,7 +138,7 @@ def expand_pages(
     k_ratio: torch.Tensor | None = None,
     v_ratio: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Pages as e4m3; see `mjolnir.kernels.store.expand_pages`."""
+    """Pages as e4m3 or floats; see `mjolnir.kernels.store.expand_pages`."""
     check_expansion(kv, src_blocks, out, k_ratio, v_ratio)
     head_size = out.shape[3] // 2
     for row, block in enumerate(src_blocks.tolist()):
@@ -148,10 +149,8 @@ def expand_pages(
                 continue
             page: torch.Tensor = cache[block]
             codes = unpack(page.transpose(0, 1))
-            if ratio is None:
-                part.copy_(to_e4m3(codes))
-            else:
-                part.copy_(e4m3.quantise(decode(codes) * ratio[:, None]))
+            values = decode(codes) if ratio is None else decode(codes) * ratio[:, None]
+            part.copy_(e4m3.quantise(values) if out.dtype == torch.uint8 else values)
     return out[: src_blocks.shape[0]]
 
 
@@ -205,11 +204,11 @@ def check_expansion(
     page_size, heads, row = kv.k.shape[1:]
     head_size = row * 4 // 3
     _check_cache(kv, heads, head_size)
-    fits = out.dim() == 4 and out.shape[1:] == (heads, page_size, 2 * head_size) and out.dtype == torch.uint8
+    fits = out.dim() == 4 and out.shape[1:] == (heads, page_size, 2 * head_size) and out.dtype in EXPANDED_DTYPES
     if not fits or out.stride(3) != 1:
         raise LayoutError(
-            f"pages expand into uint8 (pages, {heads}, {page_size}, {2 * head_size}) with unit stride on the last; "
-            f"got {out.dtype} of {tuple(out.shape)} with strides {out.stride()}"
+            f"pages expand into uint8 or floats (pages, {heads}, {page_size}, {2 * head_size}) with unit stride on "
+            f"the last; got {out.dtype} of {tuple(out.shape)} with strides {out.stride()}"
         )
     if src_blocks.dim() != 1 or src_blocks.shape[0] > out.shape[0]:
         raise LayoutError(f"{tuple(src_blocks.shape)} pages do not expand into {out.shape[0]}")

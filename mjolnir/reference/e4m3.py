@@ -74,6 +74,13 @@ class Dequantiser:
         buffers = self._views.get(codes.shape) or self._make_views(codes.shape)
         if int(torch.bitwise_and(codes, 0x7F, out=buffers.magnitudes).max()) == 0x7F:
             return _look_up_pairs(codes), 1.0
+        return self.finite(codes)
+
+    def finite(self, codes: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """As a call, for bytes none of which is a NaN."""
+        if codes.numel() < _BITS_FROM:
+            return _look_up_pairs(codes), 1.0
+        buffers = self._views.get(codes.shape) or self._make_views(codes.shape)
         buffers.bits.copy_(codes.view(torch.int8)).mul_(128).bitwise_and_(_SIGN_AND_MAGNITUDE)
         return buffers.values.copy_(buffers.halves), 256.0
 

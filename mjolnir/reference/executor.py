@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from mjolnir.layouts import PagedKV
 from mjolnir.planner import TILE_TOKENS, SplitPlan, plan_splits
 from mjolnir.reference import e4m3
+from mjolnir.reference.packed_rows import PackedDequantiser
 from mjolnir.runner import RunnerConfig
 
 ROW_GROUP = 16  # tokens read at once: the smallest page, so that a read never crosses a page
@@ -97,7 +98,7 @@ class TorchRunner:
         self.config = config
         self.num_sms = num_sms or torch.get_num_threads()
         # Two, for layouts whose K and V are read apart.
-        self._dequantise_k, self._dequantise_v = e4m3.Dequantiser(), e4m3.Dequantiser()
+        self._dequantise_k, self._dequantise_v = (_dequantiser(config) for _ in range(2))
 
     def plan(self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, q_len: int, causal: bool) -> TorchPlan:
         """Plan a step from the live sequence lengths."""
@@ -132,13 +133,13 @@ class TorchRunner:
         lse: torch.Tensor | None = None,
     ) -> None:
         """Attend, for one layer; see `mjolnir.runner.DecodeRunner.run`."""
-        packed = self._pack_query(plan, query, _per_head(k_scale, plan.num_seqs), softmax_scale)
+        packed = self._pack_query(plan, query, self._descale(k_scale, plan.num_seqs), softmax_scale)
         if plan.whole and lse is None:
             merged = self._attend_whole(plan, packed, kv)
         else:
             parts = [_attend_part(group, packed[group.seq], *self._read(kv, group)) for group in plan.groups]
             merged = _merge(parts, plan.order, lse)
-        descale = _per_head(v_scale, plan.num_seqs)
+        descale = self._descale(v_scale, plan.num_seqs)
         if isinstance(descale, torch.Tensor) or descale != 1.0:
             merged *= descale
         self._unpack(plan, merged, out)
@@ -160,6 +161,8 @@ class TorchRunner:
         # A K descale of 0 must give scores of 0, so it goes into the small operand, ahead of any mask.
         if config.q_dtype != "fp8":
             return packed * (k_scale * softmax_scale)
+        if config.kv_format == "e2m3":  # by channel: no factor of a row that has been quantised
+            packed, k_scale = packed * k_scale, 1.0
         scale = packed.abs().amax(dim=(2, 3), keepdim=True).clamp_min_(_Q_AMAX_FLOOR).div_(e4m3.MAX)
         # No saturation: the largest quotient is 448 within a rounding error, which rounds to 448.
         codes = (packed / scale).to(torch.float8_e4m3fn)
@@ -177,6 +180,14 @@ class TorchRunner:
         for group in plan.groups:
             merged[group.seq] = _attend_group(group, packed[group.seq], *self._read(kv, group))
         return merged
+
+    def _descale(self, scale: torch.Tensor, num_seqs: int) -> torch.Tensor | float:
+        """A descale to broadcast over (num_seqs, num_kv_heads, rows, head_size); one element becomes a number."""
+        if scale.numel() == 1:
+            return float(scale)
+        if self.config.kv_format == "e2m3" and scale.shape == (self.config.num_kv_heads, self.config.head_size):
+            return scale[None, :, None]
+        return scale.reshape(num_seqs if scale.dim() == 2 else 1, -1, 1, 1)
 
     def _read(self, kv: PagedKV, group: ItemGroup) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Keys and values of a group's items, (items, num_kv_heads, tokens, head_size) float32, and their factor."""
@@ -377,8 +388,5 @@ def _finite(maximum: torch.Tensor) -> torch.Tensor:
     return maximum.where(maximum != -torch.inf, 0.0)
 
 
-def _per_head(scale: torch.Tensor, num_seqs: int) -> torch.Tensor | float:
-    """A descale of one element as a number, one of (num_kv_heads,) or (num_seqs, num_kv_heads) to broadcast."""
-    if scale.numel() == 1:
-        return float(scale)
-    return scale.reshape(num_seqs if scale.dim() == 2 else 1, -1, 1, 1)
+def _dequantiser(config: RunnerConfig) -> PackedDequantiser | e4m3.Dequantiser:
+    return PackedDequantiser(config.head_size) if config.kv_format == "e2m3" else e4m3.Dequantiser()

@@ -76,6 +76,8 @@ answer = {
     "stock": choose("CPU_ATTN"),
     "head size": choose("MJOLNIR", head_size=80),
     "sparse MLA": choose("MJOLNIR", use_mla=True, use_sparse=True),
+    "fp6 stock": choose("CPU_ATTN", kv_cache_dtype="fp6_e2m3"),
+    "fp6 ours": choose("MJOLNIR", kv_cache_dtype="fp6_e2m3"),  # the stand-in has no such format
 }
 """
     )
@@ -138,3 +140,68 @@ answer = [error_of("fastsafetensors"), error_of("not_a_module_of_anyone")]
         "ImportError: Please install vllm[fastsafetensors] for fastsafetensors support",
         "ModuleNotFoundError: No module named 'not_a_module_of_anyone'",
     ]
+
+
+FORMAT = """
+import argparse, typing
+import torch
+from vllm.config.cache import CacheConfig, CacheDType
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, is_quantized_kv_cache
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, get_kv_quant_mode
+
+parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+try:
+    chosen = parser.parse_args(["--kv-cache-dtype", "fp6_e2m3"]).kv_cache_dtype
+except SystemExit:
+    chosen = "refused"
+mode = get_kv_quant_mode("fp6_e2m3")
+answer = {
+    "chosen": [chosen, CacheConfig(cache_dtype=chosen).cache_dtype if chosen != "refused" else None],
+    "mode": [mode.name, int(mode), mode.is_fp6, KVQuantMode.FP8_PER_TENSOR.is_fp6, is_quantized_kv_cache("fp6_e2m3")],
+    "bytes": str(STR_DTYPE_TO_TORCH_DTYPE["fp6_e2m3"]),
+}
+from mjolnir.backend import backend_class
+from mjolnir.reference.backend import TorchReferenceBackend
+from vllm.v1.worker.utils import customize_attention_spec
+
+backend = backend_class(TorchReferenceBackend)
+spec = dict(block_size=128, num_kv_heads=3, head_size=64, dtype=torch.uint8)
+sizes = [
+    customize_attention_spec(backend, FullAttentionSpec(**spec, kv_quant_mode=each))
+    for each in (KVQuantMode.FP8_PER_TENSOR, mode)
+]
+answer["pages"] = [[each.page_size_bytes, each.state_content_bytes] for each in sizes]
+answer["again"] = customize_attention_spec(backend, sizes[1]) == sizes[1]
+"""
+
+
+@pytest.fixture(scope="module")
+def kv_format() -> dict[str, Any]:
+    return fresh(FORMAT)
+
+
+def test_fp6_is_a_choice_of_the_command_line(kv_format: dict[str, Any]) -> None:
+    assert kv_format["chosen"] == ["fp6_e2m3", "fp6_e2m3"]
+
+
+def test_fp6_has_a_mode_and_bytes(kv_format: dict[str, Any]) -> None:
+    """A mode of its own, but none of the formats that stock backends would view as fp8."""
+    assert kv_format["mode"] == ["FP6_E2M3", 12, True, False, False]
+    assert kv_format["bytes"] == "torch.uint8"
+
+
+def test_fp6_pages_take_six_bits_a_value(kv_format: dict[str, Any]) -> None:
+    """128 tokens of 3 heads: K and V of 64 values take 128 bytes in fp8 and 96 in fp6."""
+    assert kv_format["pages"] == [[128 * 3 * 128, None], [128 * 3 * 96, 96]]
+    assert kv_format["again"]
+
+
+def test_cpu_platform_refuses_fp6_for_stock_backends(choices: dict[str, str]) -> None:
+    """It validates none of them, and CPU_ATTN would read packed bytes as something else."""
+    assert choices["fp6 stock"] == "ValueError: kv_cache_dtype fp6_e2m3 needs --attention-backend MJOLNIR"
+    assert choices["fp6 ours"] == (
+        "ValueError: Selected backend AttentionBackendEnum.MJOLNIR is not valid for this configuration. "
+        "Reason: ['kv_cache_dtype not supported']"
+    )

@@ -158,6 +158,10 @@ def test_expand_pages():
     values = out[0, 0, 0].view(torch.float8_e4m3fn).float()
     assert values[0] == 60.0  # 59.73
     assert values[15] == -448.0  # saturated
+    floats = torch.zeros((1, 1, 1, 16), dtype=torch.bfloat16)
+    e2m3.expand_pages(kv, torch.tensor([2]), floats, ratio, ratio * 10)
+    assert floats[0, 0, 0, 0] == 59.75  # one unit in the last place of bf16 is 0.25 here
+    assert floats[0, 0, 0, 15] == -4480.0  # 7.5 * 597.3, not saturated
 
 
 @pytest.mark.parametrize("shape", [(2,), (1, 3), (2, 1), (8, 2), (8,)])
@@ -213,8 +217,8 @@ def test_bad_arguments_of_write_kv(changes, message):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"out": torch.zeros(2, 2, 4, 8, dtype=torch.uint8)}, LayoutError, r"uint8 \(pages, 2, 4, 16\)"),
-        ({"out": torch.zeros(2, 2, 4, 16)}, LayoutError, "got torch.float32"),
+        ({"out": torch.zeros(2, 2, 4, 8, dtype=torch.uint8)}, LayoutError, r"floats \(pages, 2, 4, 16\)"),
+        ({"out": torch.zeros(2, 2, 4, 16).int()}, LayoutError, "got torch.int32"),
         ({"src_blocks": torch.tensor([0, 1, 2])}, LayoutError, r"\(3,\) pages do not expand into 2"),
         ({"k_ratio": torch.ones(2)}, ConfigurationError, r"K ratios torch.float32 of shape \(2,\)"),
         ({"v_ratio": torch.ones(2, 8).double()}, ConfigurationError, "V ratios torch.float64"),

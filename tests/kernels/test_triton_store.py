@@ -239,12 +239,13 @@ class Expansion:
     spare: int = 1
     heads_first: bool = True
     gap: int = 0
+    dtype: torch.dtype = torch.uint8
 
     def out(self) -> torch.Tensor:
         case = self.case
         first, second = (case.heads, case.page_size) if self.heads_first else (case.page_size, case.heads)
         shape = (len(self.blocks) + self.spare, first, second, 2 * case.head_size + self.gap)
-        out = torch.full(shape, 0x55, dtype=torch.uint8, device=DEVICE)[..., self.gap :]
+        out = torch.full(shape, 0x55, dtype=self.dtype, device=DEVICE)[..., self.gap :]
         return out if self.heads_first else out.transpose(1, 2)
 
     def ratio(self) -> list[torch.Tensor | None]:
@@ -274,6 +275,7 @@ def expansions(draw: st.DrawFn) -> Expansion:
         spare=draw(st.sampled_from([0, 2])),
         heads_first=draw(st.booleans()),
         gap=draw(st.sampled_from([0, 16, 3])),
+        dtype=draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float16])),
     )
 
 
@@ -281,6 +283,8 @@ def expansions(draw: st.DrawFn) -> Expansion:
 @given(expansions())
 @example(Expansion(blocks=()))
 @example(Expansion(blocks=(2, 2, 0), ratios=(True, True)))
+@example(Expansion(blocks=(2, -1, 0), ratios=(True, True), dtype=torch.bfloat16))
+@example(Expansion(blocks=(0, 1), ratios=(True, False), dtype=torch.float16))
 @example(Expansion(blocks=(1,), case=Case(slots=(), heads=1, page_size=16, head_size=256), ratios=(False, True)))
 def test_expand(expansion: Expansion) -> None:
     from mjolnir.kernels.store import expand_pages

@@ -57,7 +57,7 @@ RULES = [
     (
         "cache dtype",
         lambda g: setattr(g.config.cache_config, "cache_dtype", "auto"),
-        "kv cache dtype 'auto' is not one of fp8, fp8_e4m3",
+        "kv cache dtype 'auto' is not one of fp8, fp8_e4m3, fp6_e2m3",
     ),
     ("quant mode", spoil_quant_mode, "kv cache dtype of this group is fp8_per_token_head, not fp8 per tensor"),
     ("head size", lambda g: setattr(g.spec, "head_size", 96), "head_size 96 is not one of 64, 128, 256"),
@@ -188,7 +188,7 @@ def test_other_cache_dtypes(dtype):
     """``fp8_e5m2`` and ``fp8_per_token_head`` begin as ours do: a test of the prefix would take them."""
     group = Group()
     group.config.cache_config.cache_dtype = dtype
-    assert group.reason() == f"kv cache dtype '{dtype}' is not one of fp8, fp8_e4m3"
+    assert group.reason() == f"kv cache dtype '{dtype}' is not one of fp8, fp8_e4m3, fp6_e2m3"
 
 
 @pytest.mark.parametrize("window", [None, -1, (-1, -1), [-1, -1]])
@@ -299,10 +299,49 @@ def test_group_that_skips_the_cache_quantisation_is_refused():
     assert group.reason() == "kv cache dtype of this group is fp8_per_tensor, not fp8 per tensor"
 
 
-def test_our_cache_dtypes_are_vllms_per_tensor_mode():
-    from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
+def test_our_cache_dtypes_have_vllms_modes():
+    from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
-    assert {get_kv_quant_mode(name) for name in eligibility.T5_KV_DTYPES} == {KVQuantMode.FP8_PER_TENSOR}
+    modes = {name: get_kv_quant_mode(name).name for name in eligibility.T5_KV_DTYPES}
+    assert modes == {"fp8": "FP8_PER_TENSOR", "fp8_e4m3": "FP8_PER_TENSOR", "fp6_e2m3": "FP6_E2M3"}
+
+
+def packed_group(head_size=128, **changes):
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    group = Group()
+    group.config.cache_config.cache_dtype = group.layer.kv_cache_dtype = "fp6_e2m3"
+    values = {
+        "head_size": head_size,
+        "head_size_v": head_size,
+        "kv_quant_mode": KVQuantMode.FP6_E2M3,
+        "state_content_bytes": 2 * head_size * 6 // 8,
+    }
+    for name, value in (values | changes).items():
+        setattr(group.spec, name, value)
+    return group
+
+
+@pytest.mark.parametrize(("device", "sizes"), [("cpu", [64, 128, 256]), ("cuda", [128, 256])])
+def test_packed_pages_by_device(device, sizes):
+    """The CUDA kernel reads rows in vectors of 16 bytes, which those of 48 are not."""
+    reasons = {}
+    for size in (64, 128, 256):
+        group = packed_group(size)
+        group.device_type = device
+        reasons[size] = group.reason()
+    refused = f"head_size 64 with fp6_e2m3 on {device} is not one of 128, 256"
+    assert reasons == {size: None if size in sizes else refused for size in (64, 128, 256)}
+
+
+def test_packed_pages_of_another_size_are_not_ours():
+    assert packed_group(state_content_bytes=None).reason() == (
+        "KV cells are not one K and one V row per token and head"
+    )
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    group = packed_group(kv_quant_mode=KVQuantMode.NONE)  # a layer that was told to skip the format
+    assert group.reason() == "kv cache dtype of this group is none, not fp6_e2m3"
 
 
 @pytest.mark.parametrize(

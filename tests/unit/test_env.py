@@ -22,6 +22,7 @@ VARIABLES = [
     ("MJOLNIR_ATTN_FUSED_DRAFT", "0", "fused_draft", False),
     ("MJOLNIR_ATTN_KV_LAYOUT", "B2HND", "kv_layout", "B2HND"),
     ("MJOLNIR_ATTN_KERNEL_CACHE", "/srv/kernels", "kernel_cache", "/srv/kernels"),
+    ("MJOLNIR_KV_SCALES", "/srv/scales.json", "kv_scales", "/srv/scales.json"),
     ("MJOLNIR_ATTN_BANNER", "0", "banner", False),
     ("MJOLNIR_CONFIG", "qwen3-8b-fp8", "config_name", "qwen3-8b-fp8"),
 ]
@@ -45,6 +46,7 @@ def test_defaults_without_any_variable():
         fused_draft=True,
         kv_layout="",
         kernel_cache="",
+        kv_scales="",
         banner=True,
         config_name="",
     )
@@ -188,3 +190,11 @@ def test_directory_of_compiled_kernels(monkeypatch, value, root, directory):
 def test_configuration_error_is_a_value_error():
     """vLLM turns a ValueError into a readable message."""
     assert issubclass(ConfigurationError, ValueError)
+
+
+def test_scales_are_asked_for_by_name(monkeypatch):
+    with pytest.raises(ConfigurationError, match=r"MJOLNIR_KV_SCALES is not set, .* accepted: .* `mjolnir calibrate`"):
+        BackendSettings.from_env().require_kv_scales()
+    monkeypatch.setenv("MJOLNIR_KV_SCALES", " ~/scales.json ")
+    monkeypatch.setenv("HOME", "/home/thor")
+    assert BackendSettings.from_env().require_kv_scales() == "/home/thor/scales.json"
