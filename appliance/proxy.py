@@ -301,15 +301,25 @@ class _Exchange:
         return response.status
 
     async def _stream(self, response: aiohttp.ClientResponse, observer: Observer) -> int:
-        """Pass on server-sent events, each as soon as it is there."""
+        """Pass on server-sent events, each as soon as it is there.
+
+        The answer begins with the first event and not with the engine's header, which vLLM sends before the prompt is
+        read: until then an engine that is lost costs a 502, and a router may still ask another board.
+        """
+        chunks = response.content.iter_any()
+        try:
+            chunk = await anext(chunks, b"")
+        except _LOST:
+            return await self.refuse(openai_error.engine_unreachable())
         headers = [h for h in _returned(response.raw_headers) if h[0].lower() != b"cache-control"]
         await self._begin(response.status, [*headers, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
         observer.stream_opened()
         last = b"\n\n"
         try:
-            async for chunk in response.content.iter_any():
+            while chunk:
                 last = chunk[-2:]
                 await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+                chunk = await anext(chunks, b"")
         except _LOST:
             # An event that was cut off is ended first, so that the error is an event of its own.
             gap = b"" if last == b"\n\n" else b"\n\n"
