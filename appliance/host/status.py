@@ -67,6 +67,7 @@ def fetch(url: str, key: str = "") -> dict[str, Any]:
         with urllib.request.urlopen(request, timeout=_SECONDS) as answer:  # noqa: S310  (checked above)
             return dict(json.load(answer))
     except urllib.error.HTTPError as error:
+        error.close()
         if error.code == 401:
             raise EngineError(
                 f"{url} wants {'another' if key else 'an'} admin key: --admin-key-file or {VARIABLE}"
