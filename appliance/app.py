@@ -10,10 +10,13 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
 from appliance import exposition, openai_error
+from appliance.command import served_name
 from appliance.events import page_router
+from appliance.faults import Fault
 from appliance.keys import Gate
 from appliance.lifecycle import State
 from appliance.metrics import Metrics
+from appliance.policy import POLICIES
 from appliance.proxy import Proxy, Receive, Scope, Send
 from appliance.pulse import Pulse
 from appliance.supervisor import Supervisor
@@ -36,6 +39,16 @@ class FaultReport(BaseModel):
 
     cause: str
     text: str
+    stage: str
+    advice: str
+
+
+class SwitchReport(BaseModel):
+    """What came of the last request for another engine."""
+
+    name: str
+    done: bool
+    reason: str
 
 
 class StatusReport(BaseModel):
@@ -47,7 +60,10 @@ class StatusReport(BaseModel):
     last_fault: FaultReport | None
     restarts: int
     failed_starts: int
+    rung: str
+    last_switch: SwitchReport | None
     model: str
+    profile: str | None
     url: str
     uptime_seconds: float
     ready_seconds: float | None
@@ -55,6 +71,7 @@ class StatusReport(BaseModel):
     queue: dict[str, int]
     counters: dict[str, int]
     groups: list[dict[str, Any]]
+    events: list[dict[str, Any]]
     log_tail: list[str]
 
 
@@ -69,10 +86,9 @@ class Reporter:
     share: Callable[[], Verdict] = Verdict
     waiting: Callable[[], int] = int
 
-    def __init__(self, supervisor: Supervisor, metrics: Metrics, model: str, url: str) -> None:
+    def __init__(self, supervisor: Supervisor, metrics: Metrics, url: str) -> None:
         self._supervisor = supervisor
         self._metrics = metrics
-        self._model = model
         self._url = url
         self._started = time.monotonic()
 
@@ -84,10 +100,13 @@ class Reporter:
             version=__version__,
             state=status.state,
             progress=ProgressReport(phase=progress.phase, percent=progress.percent) if progress else None,
-            last_fault=FaultReport(cause=fault.cause, text=fault.text) if fault else None,
+            last_fault=_told(fault) if fault else None,
             restarts=status.restarts,
             failed_starts=status.failed_starts,
-            model=self._model,
+            rung=status.rung,
+            last_switch=SwitchReport(**vars(status.switched)) if status.switched else None,
+            model=served_name(self._supervisor.settings),
+            profile=self._supervisor.settings.profile or None,
             url=self._url,
             uptime_seconds=round(time.monotonic() - self._started, 3),
             ready_seconds=None if status.ready_seconds is None else round(status.ready_seconds, 3),
@@ -95,8 +114,14 @@ class Reporter:
             queue={"waiting": self.waiting()},
             counters=self._metrics.tally.totals(),
             groups=[vars(group) for group in self._metrics.tally.groups],
+            events=status.events,
             log_tail=status.log_tail,
         )
+
+
+def _told(fault: Fault) -> FaultReport:
+    advice = POLICIES[fault.cause].advice
+    return FaultReport(cause=fault.cause, text=fault.text, stage=fault.stage, advice=advice)
 
 
 def build_api(supervisor: Supervisor, metrics: Metrics, reporter: Reporter, pulse: Pulse) -> FastAPI:

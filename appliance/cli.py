@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from appliance.errors import ApplianceError, SettingsError
+from appliance.estimate.cli import register as register_estimate
 from appliance.host.cli import DEFAULT_NAME, register
+from appliance.profiles.cli import profiles_app
 from mjolnir import __version__
 from mjolnir.errors import ConfigurationError
 
@@ -30,14 +32,17 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+app.add_typer(profiles_app, name="profiles")
 
 register(app)
+register_estimate(app)
 
 
 @app.command()
 def serve(
     engine_args: Annotated[list[str] | None, typer.Argument(metavar="[-- VLLM FLAGS]", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(help="Folder of the model, or its id on the hub.")] = None,
+    profile: Annotated[str | None, typer.Option(help="Name of a profile: `mjolnir profiles list`.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     port: Annotated[
         int | None, typer.Option(help="Port to listen on; 0 takes any free one.", show_default="8000")
@@ -71,6 +76,11 @@ def serve(
     cache_dir: Annotated[Path | None, typer.Option(help="Folder of what is kept between starts.")] = None,
     stats_dir: Annotated[Path | None, typer.Option(help="Folder of the counters files.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.", show_default="info")] = None,
+    log_format: Annotated[
+        str | None, typer.Option(help="text or json.", show_default="progress on a terminal, else text")
+    ] = None,
+    access_log: Annotated[bool | None, typer.Option(help="One line a request.", show_default="on")] = None,
+    otlp_endpoint: Annotated[str | None, typer.Option(help="OpenTelemetry collector for vLLM's traces.")] = None,
     offline: Annotated[bool | None, typer.Option("--offline", help="Never ask the hub for anything.")] = None,
 ) -> None:
     """Serve a model until Ctrl-C.

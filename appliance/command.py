@@ -10,6 +10,7 @@ from pathlib import Path
 
 from appliance.errors import SettingsError
 from appliance.settings import Settings
+from appliance.tracing import tracing
 from mjolnir import scales
 from mjolnir.errors import ScalesError
 from mjolnir.names import FP6_KV_DTYPE, KV_SCALES_VARIABLE, STATS_DIR_VARIABLE
@@ -65,11 +66,15 @@ def build(settings: Settings, inherited: dict[str, str], runtime_dir: Path, stat
     """
     socket = runtime_dir / "engine.sock"
     gpu = has_gpu()
-    command = (*(settings.engine_command or SERVE), *arguments(settings, gpu), "--uds", str(socket))
+    traces = tracing(settings.otlp_endpoint, inherited)
+    command = (*(settings.engine_command or SERVE), *arguments(settings, gpu), *_logging(settings, traces.endpoint))
+    command = (*command, "--uds", str(socket))
+    # The environment is the operator's and wins over a profile's variables; a blank value counts as not set.
+    inherited = inherited | {n: value for n, value in settings.engine_variables.items() if not inherited.get(n)}
     environment = inherited | _environment(settings, gpu, inherited) | scales_environment(settings, inherited)
     # What an engine that was killed leaves in its temporary folder goes when ours goes.
     private = dict.fromkeys(("TMPDIR", "VLLM_RPC_BASE_PATH"), str(runtime_dir))
-    environment |= {STATS_DIR_VARIABLE: str(stats_dir), **private}
+    environment |= {STATS_DIR_VARIABLE: str(stats_dir), **private, **traces.environment}
     if is_local(settings.model) or settings.offline:
         _drop(environment, _HUB_TOKENS)
     _drop(environment, _SECRETS)
@@ -102,6 +107,15 @@ def arguments(settings: Settings, gpu: bool) -> tuple[str, ...]:
     model = str(Path(settings.model).expanduser()) if is_local(settings.model) else settings.model
     ours = [word for name, value in flags.items() if name not in given for word in (name, value) if word]
     return (model, *ours, *settings.engine_args)
+
+
+def _logging(settings: Settings, traces: str) -> tuple[str, ...]:
+    """Flags of what the engine tells about requests."""
+    given = flag_names(settings.engine_args)
+    # Our access log tells more, and a request should stand in the log once.
+    quiet = settings.access_log and "--disable-uvicorn-access-log" not in given
+    words = ("--disable-uvicorn-access-log",) if quiet else ()
+    return (*words, "--otlp-traces-endpoint", traces) if traces and "--otlp-traces-endpoint" not in given else words
 
 
 def flag_names(words: Iterable[str]) -> set[str]:

@@ -4,46 +4,23 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 
 from appliance.command import Launch
+from appliance.engine_log import EngineLog
 from appliance.errors import EngineError
 from appliance.processes import descendants, end, has_variable
+from appliance.waiting import first_of
 from mjolnir.names import STATS_DIR_VARIABLE
 
 log = logging.getLogger(__name__)
 
-_LINE_BYTES = 8192
 _CHUNK_BYTES = 65536
-_TAIL_LINES = 4000
+_PACE_SECONDS = 0.001  # between two reads of a flood, which so gets at most 64 MiB/s
 _KEEPER_MARGIN_SECONDS = 10.0  # what the keeper needs beyond the engine's own grace (see keeper, processes)
-
-
-class LineSplitter:
-    """Cuts a byte stream into lines; a progress bar's carriage return ends one, and no line grows without limit."""
-
-    _ENDS = re.compile(rb"[\r\n]+")
-
-    def __init__(self) -> None:
-        self._pending = b""
-
-    def feed(self, data: bytes) -> list[str]:
-        """The lines that ``data`` completes, empty ones left out."""
-        *lines, self._pending = self._ENDS.split(self._pending + data)
-        while len(self._pending) > _LINE_BYTES:
-            lines.append(self._pending[:_LINE_BYTES])
-            self._pending = self._pending[_LINE_BYTES:]
-        return [_decode(line) for line in lines if line]
-
-    def flush(self) -> list[str]:
-        """What is left at the end of the stream."""
-        pending, self._pending = self._pending, b""
-        return [_decode(pending)] if pending else []
 
 
 class Engine:
@@ -55,7 +32,7 @@ class Engine:
     Args:
         launch: command line and environment.
         stop_seconds: how long it may take to end after SIGTERM.
-        on_line: is given every line of its log.
+        on_line: is given the lines of its log, cleaned; in a flood not all of them.
         redact: masks secrets in a line before anybody sees it.
     """
 
@@ -68,9 +45,7 @@ class Engine:
     ) -> None:
         self._launch = launch
         self._stop_seconds = stop_seconds
-        self._on_line = on_line
-        self._redact = redact
-        self._tail: deque[tuple[float, str]] = deque(maxlen=_TAIL_LINES)
+        self._log = EngineLog(redact, on_line)
         self._keeper: asyncio.subprocess.Process | None = None
         self._exit: asyncio.Task[int] | None = None
 
@@ -101,13 +76,12 @@ class Engine:
         return self._running().pid
 
     def tail(self, lines: int = 100) -> list[str]:
-        """The last lines of the engine's log."""
-        return [text for _, text in list(self._tail)[-lines:]]
+        """The last lines of the engine's log that were shown."""
+        return self._log.tail(lines)
 
     def log_since(self, seconds: float) -> list[str]:
-        """The log's lines of the last seconds."""
-        oldest = time.monotonic() - seconds
-        return [text for written, text in self._tail if written >= oldest]
+        """All of the log's lines of the last seconds, as far as they are kept."""
+        return self._log.since(time.monotonic() - seconds)
 
     async def wait(self) -> int:
         """Wait until every process of the engine has ended and its log is read.
@@ -119,11 +93,19 @@ class Engine:
             raise EngineError("the engine was never started")
         return await asyncio.shield(self._exit)
 
-    async def stop(self) -> int:
-        """End the engine: SIGTERM, time to finish, SIGKILL; returns once nothing of it is left."""
+    async def stop(self, hurry: asyncio.Event | None = None) -> int:
+        """End the engine: SIGTERM, time to finish, SIGKILL; returns once nothing of it is left.
+
+        Args:
+            hurry: once it is set, the engine gets no more time.
+        """
         self._signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(self._stop_seconds + _KEEPER_MARGIN_SECONDS):
+                if hurry is not None:
+                    await first_of(self.wait(), hurry.wait())
+                    if hurry.is_set():
+                        self.kill()
                 return await self.wait()
         except TimeoutError:
             log.error("the engine's keeper does not answer; killing its processes")
@@ -136,7 +118,7 @@ class Engine:
 
     async def _watch(self, keeper: asyncio.subprocess.Process) -> int:
         reader = asyncio.create_task(self._read(keeper), name="engine-log")
-        await _ended(keeper.pid)
+        await ended(keeper.pid)
         # A keeper that was itself killed has left its processes to us, see become_subreaper.
         await asyncio.to_thread(end, self._strays, 0.0)
         # Nobody holds the log's other end any more, unless a process is stuck in the kernel.
@@ -150,17 +132,22 @@ class Engine:
     async def _read(self, keeper: asyncio.subprocess.Process) -> None:
         if keeper.stdout is None:
             return
-        splitter = LineSplitter()
-        while data := await keeper.stdout.read(_CHUNK_BYTES):
-            self._take(splitter.feed(data))
-            await asyncio.sleep(0)  # a flood in the log must not hold up requests
-        self._take(splitter.flush())
+        try:
+            while data := await self._read_some(keeper.stdout):
+                flood = self._log.feed(data, time.monotonic())
+                for _ in self._log.steps():
+                    await asyncio.sleep(0)  # a flood in the log must not hold up requests
+                await asyncio.sleep(_PACE_SECONDS if flood else 0)
+        finally:
+            self._log.close()
 
-    def _take(self, lines: list[str]) -> None:
-        now = time.monotonic()
-        for line in map(self._redact, lines):
-            self._tail.append((now, line))
-            self._on_line(line)
+    async def _read_some(self, pipe: asyncio.StreamReader) -> bytes:
+        while True:
+            try:
+                async with asyncio.timeout(self._log.patience):
+                    return await pipe.read(_CHUNK_BYTES)
+            except TimeoutError:
+                self._log.idle(time.monotonic())
 
     def _strays(self) -> list[int]:
         mark = f"{STATS_DIR_VARIABLE}={self._launch.environment.get(STATS_DIR_VARIABLE)}"
@@ -176,7 +163,7 @@ class Engine:
         return self._keeper
 
 
-async def _ended(pid: int) -> None:
+async def ended(pid: int) -> None:
     """Wait until a process has ended.
 
     ``Process.wait`` also waits for the pipes, which an orphan of the process may hold open for ever.
@@ -193,7 +180,3 @@ async def _ended(pid: int) -> None:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
-
-
-def _decode(line: bytes) -> str:
-    return line.decode("utf-8", "replace")[:_LINE_BYTES].rstrip()

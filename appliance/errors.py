@@ -1,9 +1,10 @@
 """Errors of the appliance.
 
 ApplianceError
-├── SettingsError      a setting or flag that can't be used
+├── SettingsError      a setting, flag or profile that can't be used
 ├── PatchError         a patch queue that does not fit the tree, or a tree of another version
 ├── ModelError         a model folder that is missing, incomplete or corrupt
+├── NoRoomError        not enough memory for a start now
 ├── DownloadError      a wheel that can't be had, or that is not the pinned one
 └── EngineError        an engine that did not start or did not stay up
 """
@@ -27,6 +28,10 @@ class PatchError(ApplianceError):
 
 class ModelError(ApplianceError):
     """A model folder that is missing, incomplete or corrupt."""
+
+
+class NoRoomError(ApplianceError):
+    """Not enough memory for a start now; another start may find it."""
 
 
 class DownloadError(ApplianceError):

@@ -1,4 +1,4 @@
-"""What can go wrong with an engine, and what is said and done about it. Pure."""
+"""What can go wrong with an engine, and how it is put into words. Pure."""
 
 import contextlib
 import signal
@@ -6,18 +6,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from appliance import rootcause
-from appliance.errors import ApplianceError, EngineError
+from appliance import classify, rootcause
+from appliance.classify import Cause
+from appliance.errors import ApplianceError, EngineError, ModelError, NoRoomError, SettingsError
 from appliance.phases import Progress
 
+__all__ = ["Cause", "Fault", "Stage"]
 
-class Cause(StrEnum):
-    """Why an engine was lost: label ``cause`` of ``appliance_engine_restarts_total``."""
+_OF_CHECK: tuple[tuple[type[ApplianceError], Cause], ...] = (
+    (SettingsError, Cause.BAD_FLAG),
+    (ModelError, Cause.BAD_MODEL),
+    (NoRoomError, Cause.OUT_OF_MEMORY),
+)
 
-    PREFLIGHT = "preflight"  # a check before a start failed
-    START_FAILED = "start_failed"  # it ended before it was ready
-    START_STALLED = "start_stalled"  # it showed no progress for too long
-    EXITED = "exited"  # it was ready and ended unasked, exit code 0 included
+
+class Stage(StrEnum):
+    """How far an engine had come when it was lost."""
+
+    START = "start"  # not ready yet; its checks included
+    READY = "ready"
 
 
 @dataclass(frozen=True)
@@ -25,44 +32,76 @@ class Fault:
     """One loss of an engine.
 
     Attributes:
-        cause: its kind.
+        cause: its class.
         text: one line for the user.
-        settings: whether the settings or the model are to blame, so that another start would fail alike.
+        stage: whether the engine had been ready.
         exit_code: exit code of the appliance if it gives up over this.
     """
 
     cause: Cause
     text: str
-    settings: bool = False
+    stage: Stage = Stage.START
     exit_code: int = 1
 
-    def last_word(self, failed_starts: int) -> ApplianceError:
-        """What the appliance says when it gives up."""
-        text = self.text
-        if failed_starts > 1:
-            text = f"gave up after {failed_starts} failed starts; the last one: {text}"
-        error = EngineError(text)
+    def last_word(self, reason: str = "") -> ApplianceError:
+        """What the appliance says when it gives up; ``reason`` tells why it does not try again."""
+        error = EngineError(f"gave up after {reason}; the last one: {self.text}" if reason else self.text)
         error.exit_code = self.exit_code
         return error
 
 
-def of_exit(cause: Cause, code: int, log: Iterable[str]) -> Fault:
+def of_check(error: ApplianceError) -> Fault:
+    """A check before a start that failed."""
+    cause = next((cause for kind, cause in _OF_CHECK if isinstance(error, kind)), None)
+    text = str(error)
+    return Fault(cause or classify.of_text(text) or Cause.UNKNOWN, text, exit_code=error.exit_code)
+
+
+def of_exit(stage: Stage, code: int, log: Iterable[str]) -> Fault:
     """An engine that ended: its exit code, and the first exception of its log."""
-    ended = f"the engine ended ({_in_words(code)})"
-    found = rootcause.find(log)
-    return Fault(cause, ended) if found is None else Fault(cause, f"{ended}: {found.text}", found.settings)
+    return of_log(stage, f"the engine ended ({_in_words(code)})", log)
+
+
+def of_log(stage: Stage, told: str, log: Iterable[str]) -> Fault:
+    """A loss whose cause stands in the engine's log, if anywhere.
+
+    A serving engine also logs the mistakes of its clients' requests, so what looks like a mistake of the settings
+    is none there.
+    """
+    lines = list(log)
+    found = rootcause.find(lines)
+    cause = classify.of_log(found, lines)
+    if stage is Stage.READY and cause in (Cause.BAD_FLAG, Cause.BAD_MODEL):
+        cause = Cause.UNKNOWN
+    return Fault(cause, told if found is None else f"{told}: {found.text}", stage)
+
+
+def of_self_test(told: str, log: Iterable[str]) -> Fault:
+    """An engine that did not answer the first request as it should."""
+    fault = of_log(Stage.READY, f"the self-test failed: {told}", log)
+    cause = Cause.SELF_TEST if fault.cause is Cause.UNKNOWN else fault.cause
+    return Fault(cause, fault.text)
 
 
 def of_stall(progress: Progress, seconds: float) -> Fault:
     """A start that shows no progress."""
     text = f"the start stands still: nothing new from the engine for {seconds:.0f} s, in phase {progress.phase}"
-    return Fault(Cause.START_STALLED, text)
+    return Fault(Cause.HANG, text)
 
 
-def pause_before_start(first: float, cap: float, failed_starts: int) -> float:
-    """Seconds to wait before the next start: doubles with each consecutive failed one, up to a cap."""
-    doublings = min(max(0, failed_starts - 1), 60)  # more would overflow long after the cap was reached
-    return min(cap, first * 2.0**doublings)
+def of_floor(progress: Progress, available: float, floor: float) -> Fault:
+    """A start that would have locked up the machine; both figures in bytes."""
+    text = (
+        f"memory available fell to {available / 2**30:.2f} GiB in phase {progress.phase}, below the floor of "
+        f"{floor / 2**30:.2f} GiB (memory_floor_gib)"
+    )
+    return Fault(Cause.OUT_OF_MEMORY, text)
+
+
+def of_hang(strikes: int, seconds: float, last: str) -> Fault:
+    """A ready engine that does not get on with its work."""
+    text = f"the engine hangs: no progress in {strikes} looks over {seconds:.0f} s ({last})"
+    return Fault(Cause.HANG, text, Stage.READY)
 
 
 def _in_words(code: int) -> str:

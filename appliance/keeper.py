@@ -10,10 +10,15 @@ are gone, with the engine's exit code. Four things make it end them:
 - SIGINT: all of them are killed at once;
 - end of file on standard input: the supervisor is gone, by SIGKILL or otherwise.
 
+The engine's log does not pass through here: the engine has the supervisor's pipe itself, so what it wrote last is in
+the kernel's hands whatever becomes of us. The keeper makes that pipe as large as it may be, which lets the engine go
+on while the supervisor is busy.
+
 Standard library only, so that it costs milliseconds and a few megabytes.
 """
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -25,12 +30,17 @@ from appliance.processes import become_subreaper, die_with_parent, end_descendan
 _ORPHAN_GRACE_SECONDS = 2.0  # for the rest of the engine once its main process has ended
 _REPEAT_SECONDS = 2.0
 _SUPERVISOR = 0  # file descriptor: our end of the supervisor's pipe
+_LOG = 2
+_LOG_PIPE_BYTES = 1 << 20  # what Linux allows everyone; 64 KiB unless asked for
+_WORD_SECONDS = 2.0  # longest wait for room in the log
 
 
 def main() -> int:
     """Run the command and return its exit code, 128 + signal when it was killed."""
     grace, command = float(sys.argv[1]), sys.argv[2:]
     become_subreaper()
+    with contextlib.suppress(OSError):  # no pipe, or no right to a larger one
+        fcntl.fcntl(_LOG, fcntl.F_SETPIPE_SZ, _LOG_PIPE_BYTES)
     waker, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -41,7 +51,7 @@ def main() -> int:
     stuck = end_descendants(os.getpid(), 0.0 if hurry else _ORPHAN_GRACE_SECONDS)
     _poll(0)  # what ended by itself and was inherited
     if stuck:
-        os.write(2, f"processes that SIGKILL does not end: {stuck}\n".encode())
+        _say(f"processes that SIGKILL does not end: {stuck}")
     return code
 
 
@@ -59,7 +69,7 @@ def _start(command: list[str]) -> int:
         os.dup2(null, _SUPERVISOR)
         os.execvp(command[0], command)  # noqa: S606  (a list, no shell)
     except OSError as error:
-        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+        _say(f"{command[0]}: {error.strerror}")
     os._exit(127)
 
 
@@ -98,6 +108,13 @@ def _poll(engine: int) -> tuple[int, int]:
             if pid in (0, engine):
                 return pid, status
     return 0, 0
+
+
+def _say(words: str) -> None:
+    """Write a line to the log, unless nobody reads it: the keeper has to end all the same."""
+    with contextlib.suppress(OSError):
+        if select.select([], [_LOG], [], _WORD_SECONDS)[1]:
+            os.write(_LOG, words.encode()[: select.PIPE_BUF - 1] + b"\n")
 
 
 def _exit_code(status: int) -> int:

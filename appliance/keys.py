@@ -27,7 +27,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
 _CHECK_SECONDS = 1.0
+_LEAST_WORTH = 8  # shorter is no key, and a file that is none at all would mask every word of the log
 _SETTLED_NS = 2_000_000_000  # a file younger than this may change again without a new time stamp
 _MOST_BYTES = 1 << 20
 
@@ -67,7 +68,9 @@ class KeyRing:
         SettingsError: the file can't be used; only when constructed.
     """
 
-    def __init__(self, path: Path, setting: str) -> None:
+    def __init__(self, path: Path, setting: str, learn: Callable[[str], None] = lambda _: None) -> None:
+        self._learn = learn  # told every key, so that logs can mask it; a hashed one once it is used
+        self._learned: set[bytes] = set()
         self._path = path
         self._setting = setting
         self._complaint = ""
@@ -82,6 +85,9 @@ class KeyRing:
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
                 found = key.name
+        if found is not None and digest not in self._learned:
+            self._learned.add(digest)
+            self._learn(given.decode("latin-1"))
         return found
 
     async def watch(self) -> None:
@@ -137,6 +143,8 @@ class KeyRing:
             raise self._error("not text") from None
         except OSError as error:
             raise self._error(str(error.strerror)) from None
+        for key in plain_keys(text):
+            self._learn(key)
         try:
             return _Reading(parse(text), _identity(found), found.st_mode)
         except ValueError as error:
@@ -163,6 +171,13 @@ def parse(text: str) -> tuple[Key, ...]:
     if not keys:
         raise ValueError("there is no key in it")
     return tuple(keys)
+
+
+def plain_keys(text: str) -> list[str]:
+    """Keys that stand in a file's text as they are, also in one that can't be used as a whole."""
+    lines = [line.strip() for line in text.splitlines() if not line.lstrip().startswith("#")]
+    keys = [key for _, separator, key in (line.partition(":") for line in lines) if separator]
+    return [key for key in keys if len(key) >= _LEAST_WORTH and not key.startswith("sha256:")]
 
 
 def _digest(key: str, number: int) -> bytes:
@@ -211,7 +226,14 @@ class Gate:
         await asyncio.gather(*(ring.watch() for ring in (self._clients, self._admins) if ring is not None))
 
 
-def build_gate(clients: Path | None, admins: Path | None, address: str, *, allow_anonymous: bool) -> Gate:
+def build_gate(
+    clients: Path | None,
+    admins: Path | None,
+    address: str,
+    *,
+    allow_anonymous: bool,
+    learn: Callable[[str], None] = lambda _: None,
+) -> Gate:
     """The gate of an appliance that listens on an address.
 
     Raises:
@@ -226,8 +248,8 @@ def build_gate(clients: Path | None, admins: Path | None, address: str, *, allow
     if admins is None and not loopback:
         log.warning("/metrics, /status and / are open to everyone who reaches %s; admin_keys_file closes them", address)
     return Gate(
-        None if clients is None else KeyRing(clients, "api_keys_file"),
-        None if admins is None else KeyRing(admins, "admin_keys_file"),
+        None if clients is None else KeyRing(clients, "api_keys_file", learn),
+        None if admins is None else KeyRing(admins, "admin_keys_file", learn),
     )
 
 

@@ -8,7 +8,9 @@
                                     ▼
     preflight ◀─ELAPSED─ backoff ◀─RETRY─ failed ─GIVE_UP─▶ stopped
 
-    STOP leads from every state but stopped to draining, and EMPTY from there to stopped.
+    STOP leads from every state but stopped to draining, and EMPTY from there to stopped. SWITCH leads from every
+    state in which something is waited for (preflight, starting, ready, backoff) to switching, and EMPTY from there to
+    preflight.
 """
 
 from enum import StrEnum
@@ -20,6 +22,7 @@ class State(StrEnum):
     PREFLIGHT = "preflight"  # checking that a start can work at all; no engine runs
     STARTING = "starting"  # an engine runs and does not answer yet
     READY = "ready"  # requests are proxied
+    SWITCHING = "switching"  # nothing new is let in; what runs may finish, then another engine starts
     DRAINING = "draining"  # nothing new is let in; what runs may finish
     STOPPED = "stopped"  # the last state: no engine, and there will be none
     FAILED = "failed"  # an engine was lost; its processes are being ended and the cause looked for
@@ -35,6 +38,7 @@ class Event(StrEnum):
     RETRY = "retry"  # the fault is worth another start
     GIVE_UP = "give_up"  # it is not
     ELAPSED = "elapsed"  # the pause is over
+    SWITCH = "switch"  # the operator asked for another engine
     STOP = "stop"  # a signal asked the appliance to end
     EMPTY = "empty"  # drained, and every process of the engine is gone
 
@@ -53,6 +57,12 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.FAILED, Event.STOP): State.DRAINING,
     (State.BACKOFF, Event.ELAPSED): State.PREFLIGHT,
     (State.BACKOFF, Event.STOP): State.DRAINING,
+    (State.PREFLIGHT, Event.SWITCH): State.SWITCHING,
+    (State.STARTING, Event.SWITCH): State.SWITCHING,
+    (State.READY, Event.SWITCH): State.SWITCHING,
+    (State.BACKOFF, Event.SWITCH): State.SWITCHING,
+    (State.SWITCHING, Event.EMPTY): State.PREFLIGHT,
+    (State.SWITCHING, Event.STOP): State.DRAINING,
     (State.DRAINING, Event.EMPTY): State.STOPPED,
 }
 

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from appliance import exposition
 from appliance.faults import Cause
+from appliance.ladder import Rung
 from appliance.lifecycle import State
 from appliance.phases import Phase, Progress
 from appliance.proxy import ROUTES
@@ -51,6 +52,19 @@ class Metrics(Watcher):
         )
         self._restarts = Counter(
             "appliance_engine_restarts", "Restarts of a lost engine.", ["cause"], registry=registry
+        )
+        self._rung = Enum(
+            "appliance_engine_rung",
+            "Rung of the degrade ladder: what is given up to keep the engine alive.",
+            states=list(Rung),
+            registry=registry,
+        )
+        self._strikes = Counter(
+            "appliance_watchdog_strikes", "Looks at a ready engine that found no progress.", registry=registry
+        )
+        self._rotations = Counter("appliance_cache_rotations", "Compile caches that were put aside.", registry=registry)
+        self._orphans = Counter(
+            "appliance_orphans_ended", "Processes ended that a dead appliance had left.", registry=registry
         )
         self._starts = Histogram(
             "appliance_engine_start_seconds",
@@ -152,6 +166,22 @@ class Metrics(Watcher):
     def restarting(self, cause: Cause) -> None:
         """Count a restart."""
         self._restarts.labels(cause).inc()
+
+    def degraded(self, rung: Rung) -> None:
+        """Show the rung."""
+        self._rung.state(rung)
+
+    def struck(self) -> None:
+        """Count a strike of the watchdog."""
+        self._strikes.inc()
+
+    def rotated(self, folders: int) -> None:
+        """Count caches that were put aside."""
+        self._rotations.inc(folders)
+
+    def orphans_ended(self, processes: int) -> None:
+        """Count ended orphans."""
+        self._orphans.inc(processes)
 
     # --- told by the proxy ---------------------------------------------------------------------------------
 

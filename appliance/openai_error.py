@@ -80,10 +80,21 @@ def invalid_key(*, browser: bool = False) -> ApiError:
     return ApiError(401, "invalid_api_key", message, challenge)
 
 
-def body_too_slow(seconds: float) -> ApiError:
-    """The request's body stopped coming."""
+def body_too_slow(what: str) -> ApiError:
+    """The request's body stopped coming, or does not end."""
     headers = ((b"connection", b"close"),)
-    return ApiError(408, "body_too_slow", f"nothing more of the request body came for {seconds:g} s", headers)
+    return ApiError(408, "body_too_slow", what, headers)
+
+
+def bodies_too_large(limit: int, retry_after: int) -> ApiError:
+    """Together the bodies that are held would be above the limit."""
+    message = f"the requests that the appliance holds are together larger than {limit} bytes"
+    return ApiError(503, "bodies_too_large", message, _retry(retry_after))
+
+
+def malformed(problem: str) -> ApiError:
+    """The request is no HTTP that we take."""
+    return ApiError(400, "malformed_request", problem, ((b"connection", b"close"),))
 
 
 def queue_full(limit: int, retry_after: int) -> ApiError:

@@ -20,6 +20,7 @@ class Phase(StrEnum):
     CAPTURE = "capture"  # CUDA graphs
     WARM_UP = "warm_up"
     SERVER = "server"  # the HTTP server comes up
+    SELF_TEST = "self_test"  # it answers its first request
 
 
 ORDER = {phase: position for position, phase in enumerate(Phase)}

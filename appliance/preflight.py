@@ -7,7 +7,9 @@ import importlib.util
 import json
 import logging
 import os
+import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from appliance.command import SERVE, Launch, flag_names, is_local
@@ -18,6 +20,7 @@ from appliance.settings import Settings
 log = logging.getLogger(__name__)
 
 _FLAG_CHECK_SECONDS = 300.0
+_REMEMBERED = 16  # command lines that were accepted: a switch of profiles and the way back ask nothing
 # Sources of vLLM that decide which flags there are; the patch queue touches some of them.
 _PARSER_SOURCES = (
     "config/*.py",
@@ -28,8 +31,28 @@ _PARSER_SOURCES = (
 )
 
 
-def check_settings(settings: Settings) -> None:
+# Where the engine listens, and how it ends, is the supervisor's; a configuration file could say either.
+_OURS = frozenset(
+    f"--{name}"
+    for name in (
+        *("host", "port", "uds", "root-path", "headless", "grpc", "grpc-port", "config", "shutdown-timeout"),
+        *("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers", "enable-ssl-refresh"),
+    )
+)
+# A command line can be read by every program on the machine.
+_SECRET = {
+    "--api-key": "keys in a file (--api-keys-file or MJOLNIR_API_KEYS_FILE)",
+    "--hf-token": "HF_TOKEN in the environment or in .env",
+}
+_SHORTEST_ABBREVIATION = 4
+_LEAST_SHARED_MEMORY = 1 << 30
+
+
+def check_settings(settings: Settings) -> int:
     """The checks that cost nothing: made before anything else, the port included.
+
+    Returns:
+        Bytes of the model's weights; 0 where they are not known.
 
     Raises:
         SettingsError: a setting that can't be used.
@@ -39,17 +62,52 @@ def check_settings(settings: Settings) -> None:
         raise SettingsError("model is not set; accepted: a model's folder or a hub id (--model or MJOLNIR_MODEL)")
     for name, folder in (("cache_dir", settings.cache_dir), ("stats_dir", settings.stats_dir)):
         _writable(name, folder)
+    check_engine_args(settings.engine_args)
     if not is_local(settings.model):
         if settings.offline:
             raise SettingsError(f"model={settings.model!r}: a hub id can't be used offline; accepted: a model's folder")
-        return
+        return 0
     given = flag_names(settings.engine_args)
-    size = check_model(
+    return check_model(
         Path(settings.model).expanduser(),
         weights="--load-format" not in given,
         tokenizer=not given & {"--tokenizer", "--skip-tokenizer-init"},
     )
-    _log_memory(size)
+
+
+def check_engine_args(words: Iterable[str]) -> None:
+    """Refuse flags that would take the engine out of the supervisor's hands, or show a secret.
+
+    Raises:
+        SettingsError: there is one; by its name only.
+    """
+    for name in sorted(flag_names(words)):
+        # The parser of vLLM takes abbreviations too.
+        meant = [flag for flag in (*_SECRET, *_OURS) if name == flag or _abbreviates(name, flag)]
+        secret = next((flag for flag in meant if flag in _SECRET), None)
+        if secret is not None:
+            raise SettingsError(f"engine_args: {secret} shows a secret to every user; accepted: {_SECRET[secret]}")
+        if meant:
+            raise SettingsError(f"engine_args: {name} is the appliance's to decide; accepted: its own settings")
+
+
+def warn_of_shared_memory(folder: str = "/dev/shm") -> None:  # noqa: S108  (looked at, not written to)
+    """Say when shared memory is too small for what vLLM's processes exchange: they would die of a bus error."""
+    try:
+        size = shutil.disk_usage(folder).total
+    except OSError:
+        return
+    if size < _LEAST_SHARED_MEMORY:
+        log.warning(
+            "%s has %d MiB, vLLM's processes need 1024 or more: set shm_size (docker run --shm-size, compose "
+            "shm_size) or ipc: host",
+            folder,
+            size >> 20,
+        )
+
+
+def _abbreviates(name: str, flag: str) -> bool:
+    return len(name) >= _SHORTEST_ABBREVIATION and flag.startswith(name)
 
 
 async def check_flags(settings: Settings, launch: Launch) -> None:
@@ -66,14 +124,15 @@ async def check_flags(settings: Settings, launch: Launch) -> None:
     words = [word for word in launch.command[len(SERVE) :] if word != str(launch.socket)]
     memo = settings.cache_dir / "accepted-flags.json"
     key = _memo_key(words)
-    if key is not None and key == _read(memo):
+    accepted = _read(memo)
+    if key in accepted:
         return
     error = await _ask_parser(list(launch.command[len(SERVE) :]), launch.environment)
     if error is not None:
         raise SettingsError(f"vLLM does not accept the engine's flags: {error}")
     if key is not None:
         with contextlib.suppress(OSError):  # only the next start's time is lost
-            memo.write_text(json.dumps(key))
+            memo.write_text(json.dumps([*accepted, key][-_REMEMBERED:]))
 
 
 async def _ask_parser(arguments: list[str], environment: dict[str, str]) -> str | None:
@@ -116,19 +175,12 @@ def _memo_key(words: list[str]) -> str | None:
     return hashlib.sha256(json.dumps([words, stamps]).encode()).hexdigest()
 
 
-def _read(memo: Path) -> str | None:
+def _read(memo: Path) -> list[str]:
     try:
-        return str(json.loads(memo.read_text()))
+        found = json.loads(memo.read_text())
     except (OSError, ValueError):
-        return None
-
-
-def _log_memory(weights: int) -> None:
-    """CPU and GPU share their memory on Thor: what is free, what is only page cache, what will be asked for."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
-    gib = [kib.get(name, 0) / 2**20 for name in ("MemAvailable", "MemFree", "Cached")]
-    log.info("memory: %.1f GiB available, %.1f free, %.1f cached; weights: %.2f GiB", *gib, weights / 2**30)
+        return []
+    return [str(key) for key in found] if isinstance(found, list) else []
 
 
 def _writable(name: str, folder: Path) -> None:

@@ -17,6 +17,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.02
 _KILL_SECONDS = 5.0
+_COMPILERS = frozenset(
+    (
+        *("nvcc", "cicc", "ptxas", "ptxas-blackwell", "nvlink", "fatbinary", "cudafe++", "ninja", "cmake"),
+        *("gcc", "g++", "cc", "c++", "cc1", "cc1plus", "clang", "clang++", "as", "ld", "ld.lld", "lld", "collect2"),
+    )
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -95,11 +101,49 @@ def end(remaining: Callable[[], list[int]], grace: float) -> list[int]:
 
 def has_variable(pid: int, assignment: str) -> bool:
     """Whether a process was started with ``NAME=value`` in its environment."""
+    return assignment.encode() in _environment(pid)
+
+
+def variable(pid: int, name: str) -> str | None:
+    """Value of a variable with which a process was started."""
+    prefix = f"{name}=".encode()
+    value = next((entry.removeprefix(prefix) for entry in _environment(pid) if entry.startswith(prefix)), None)
+    return None if value is None else os.fsdecode(value)
+
+
+def title(pid: int) -> str:
+    """What a process calls itself: its command line, or its name where it has none; empty when it is gone."""
+    for source in ("cmdline", "comm"):
+        try:
+            with open(f"/proc/{pid}/{source}", "rb") as file:
+                text = file.read(4096).replace(b"\0", b" ").decode("utf-8", "replace").strip()
+        except OSError:
+            return ""
+        if text:
+            return text[:200]
+    return ""
+
+
+def name(pid: int) -> str:
+    """The kernel's name of a process, at most 15 characters; empty when it is gone."""
+    try:
+        with open(f"/proc/{pid}/comm", "rb") as file:
+            return file.read().decode("utf-8", "replace").rstrip("\n")
+    except OSError:
+        return ""
+
+
+def compilers(root: int) -> set[str]:
+    """Names of the compilers that run below ``root``: just-in-time builds of CUDA, Triton and C++ code."""
+    return {found for found in map(name, descendants(root)) if found in _COMPILERS}
+
+
+def _environment(pid: int) -> list[bytes]:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return assignment.encode() in file.read().split(b"\0")
+            return file.read().split(b"\0")
     except OSError:  # gone, or another user's
-        return False
+        return []
 
 
 def _is_resource_tracker(pid: int) -> bool:

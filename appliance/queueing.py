@@ -13,9 +13,8 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Protocol
 
-import aiohttp
-
 from appliance import openai_error
+from appliance.engine_client import EngineClient
 from appliance.lifecycle import State
 from appliance.openai_error import ApiError
 from appliance.watcher import Watcher
@@ -23,14 +22,14 @@ from appliance.watcher import Watcher
 _RETRY_AFTER_SECONDS = 5
 _OVER = (State.DRAINING, State.STOPPED)
 
-Answer = aiohttp.ClientSession | ApiError
+Answer = EngineClient | ApiError
 
 
 class Admission(Protocol):
     """What is asked of the supervisor, and told to it."""
 
     def admit(self) -> Answer:
-        """A session with the engine if it takes requests now, else the answer to give."""
+        """A client of the engine if it takes requests now, else the answer to give."""
         ...
 
     def entered(self) -> None:
@@ -97,8 +96,20 @@ class AdmissionQueue(Watcher):
         """How many wait."""
         return sum(map(len, self._waiting.values()))
 
+    def refusal(self, key: str) -> ApiError | None:
+        """What ``enter`` would refuse a request with now, so that nobody sends a body in vain."""
+        answer = self._admission.admit()
+        if isinstance(answer, ApiError):
+            if self._over or self._limits.hold_seconds <= 0:
+                return answer
+        elif self._inside < self._limits.in_flight and not self._waiting:
+            return None
+        if self.depth < self._limits.queue or self._may_displace(key) is not None:
+            return None
+        return openai_error.queue_full(self._limits.queue, _RETRY_AFTER_SECONDS)
+
     def enter(self, key: str) -> Answer | Turn:
-        """A session with the engine, which has to be given back with ``leave``; a refusal; or a place in the queue."""
+        """A client of the engine, which has to be given back with ``leave``; a refusal; or a place in the queue."""
         answer = self._admission.admit()
         held = isinstance(answer, ApiError)
         if held and (self._over or self._limits.hold_seconds <= 0):
@@ -113,22 +124,28 @@ class AdmissionQueue(Watcher):
         self._observer.queued()
         return turn
 
-    async def wait(self, turn: Turn) -> Answer:
-        """Wait for one's turn. Cancelling it gives up the place in the queue, and in the engine if it was granted."""
+    async def wait(self, turn: Turn) -> Answer | None:
+        """Wait for one's turn; None when it was given up.
+
+        Cancelling it gives up the place in the queue, and in the engine if it was granted.
+        """
         try:
             await asyncio.wait((turn.answer,), timeout=turn.seconds)
+            if turn.answer.cancelled():
+                return None
             return turn.answer.result() if turn.answer.done() else self._expired(turn)
         except asyncio.CancelledError:
-            self.forget(turn)
+            if turn.answer.done() and not turn.answer.cancelled() and not isinstance(turn.answer.result(), ApiError):
+                self.leave()
             raise
         finally:
             self._remove(turn)
             self._observer.dequeued(time.perf_counter() - turn.began)
 
-    def forget(self, turn: Turn) -> None:
-        """Give back what was granted to a request whose client has left."""
-        if turn.answer.done() and not isinstance(turn.answer.result(), ApiError):
-            self.leave()
+    def give_up(self, turn: Turn) -> None:
+        """End a wait, because the client has left. What was granted already is still to be given back."""
+        self._remove(turn)
+        turn.answer.cancel()
 
     def leave(self) -> None:
         """Give back a place in the engine; the next in turn gets it."""
@@ -171,15 +188,20 @@ class AdmissionQueue(Watcher):
 
     def _make_room(self, key: str) -> bool:
         """Give the place of the longest queue's newest request to a key that has at least two fewer waiting."""
-        if not self._waiting:
-            return False
-        longest = max(self._waiting, key=lambda name: len(self._waiting[name]))
-        if len(self._waiting[longest]) < len(self._waiting.get(key, ())) + 2:
+        longest = self._may_displace(key)
+        if longest is None:
             return False
         self._waiting[longest].pop().answer.set_result(
             openai_error.queue_full(self._limits.queue, _RETRY_AFTER_SECONDS)
         )
         return True
+
+    def _may_displace(self, key: str) -> str | None:
+        """The key with the longest queue, if that is longer than this key's by two or more."""
+        longest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=None)
+        if longest is None or len(self._waiting[longest]) < len(self._waiting.get(key, ())) + 2:
+            return None
+        return longest
 
     def _remove(self, turn: Turn) -> None:
         """Take a request out of the queue if it is still there."""

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dotenv import dotenv_values
-from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import Field, PrivateAttr, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from appliance.errors import SettingsError
 from mjolnir.names import DEFAULT_STATS_DIR
@@ -25,8 +26,28 @@ ENV_FILE = ".env"
 # The backend reads these inside the engine (mjolnir/env.py is their reader).
 BACKEND_PREFIXES = ("MJOLNIR_ATTN_", "MJOLNIR_KV", "MJOLNIR_DRAFT_VOCAB", "MJOLNIR_LM_HEAD")
 BACKEND_NAMES = ("MJOLNIR_CONFIG",)
+# Read by the command line where it speaks to a running appliance.
+CLIENT_NAMES = ("MJOLNIR_ADMIN_KEY_FILE",)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+
+Source = PydanticBaseSettingsSource
+
+
+class _NotBlank(Source):
+    """A source of settings without the values that are nothing but spaces."""
+
+    def __init__(self, settings_cls: type[BaseSettings], source: Source) -> None:
+        super().__init__(settings_cls)
+        self._source = source
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self._source.get_field_value(field, field_name)
+
+    def __call__(self) -> dict[str, Any]:
+        return {name: v for name, v in self._source().items() if not (isinstance(v, str) and v.isspace())}
 
 
 class Settings(BaseSettings):
@@ -48,6 +69,13 @@ class Settings(BaseSettings):
         restart_limit: consecutive failed starts after which the appliance gives up.
         backoff_seconds: pause after the first failure; it doubles with each further one.
         backoff_cap_seconds: longest pause between two starts.
+        crash_limit: losses of engines that had been ready, within the window, after which the appliance gives up.
+        crash_window_seconds: that window, counted in time that engines serve.
+        hang_seconds: how long a ready engine may make no progress while requests run.
+        self_test: let the engine answer one short request before clients' requests reach it.
+        memory_floor_gib: a start that leaves less memory available is ended, GiB; unset means 3 % of the machine's,
+            at least 0.5 and at most 4.
+        settle_seconds: longest wait for an ended engine's memory to come back before the next start.
         max_body_mib: largest request body, MiB.
         api_keys_file: keys of the clients, see ``appliance.keys``; unset asks nobody for a key.
         admin_keys_file: keys for `/metrics`, `/status` and `/`; unset leaves them open.
@@ -61,8 +89,14 @@ class Settings(BaseSettings):
         stats_dir: folder under which the engine's counters files live.
         cache_dir: folder of everything that is worth keeping between starts.
         log_level: least severe message that is shown.
+        log_format: text, or one JSON object a line; unset means progress and colours on a terminal, text elsewhere.
+        access_log: one line for each request of a client, without what it asked.
+        otlp_endpoint: collector of OpenTelemetry that vLLM sends its traces to, see ``appliance.tracing``.
         offline: never ask the Hugging Face hub for anything.
         engine_args: further `vllm serve` flags, passed on as they are.
+        engine_variables: variables that the engine gets unless the environment has them, as a JSON object.
+        profile: name of a profile, see ``appliance.profiles``; what is given otherwise wins over what it says.
+        profiles_dir: folder of the user's profiles.
         engine_command: program that is started instead of `vllm serve`, for a wrapper such as a profiler; it
             gets the same arguments.
     """
@@ -83,6 +117,12 @@ class Settings(BaseSettings):
     restart_limit: int = Field(5, ge=1)
     backoff_seconds: float = Field(1.0, gt=0)
     backoff_cap_seconds: float = Field(60.0, gt=0)
+    crash_limit: int = Field(5, ge=1)
+    crash_window_seconds: float = Field(1800.0, gt=0)
+    hang_seconds: float = Field(180.0, gt=0)
+    self_test: bool = True
+    memory_floor_gib: float | None = Field(None, ge=0)
+    settle_seconds: float = Field(10.0, ge=0)
     max_body_mib: int = Field(32, ge=1)
     api_keys_file: Path | None = None
     admin_keys_file: Path | None = None
@@ -94,9 +134,34 @@ class Settings(BaseSettings):
     stats_dir: Path = Path(DEFAULT_STATS_DIR)
     cache_dir: Path = Path("~/.cache/mjolnir")
     log_level: LogLevel = "info"
+    log_format: LogFormat | None = None
+    access_log: bool = True
+    otlp_endpoint: str = ""
     offline: bool = False
     engine_args: Annotated[tuple[str, ...], NoDecode] = ()
     engine_command: Annotated[tuple[str, ...], NoDecode] = ()
+    engine_variables: dict[str, str] = Field(default_factory=dict)
+    profile: str = ""
+    profiles_dir: Path = Path("~/.config/mjolnir/profiles")
+
+    _given: "Settings | None" = PrivateAttr(None)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: Source,
+        env_settings: Source,
+        dotenv_settings: Source,
+        file_secret_settings: Source,
+    ) -> tuple[Source, ...]:
+        """Flags, then the environment without its blank values: pydantic itself passes over the empty ones only."""
+        return init_settings, _NotBlank(settings_cls, env_settings)
+
+    @property
+    def given(self) -> "Settings":
+        """These settings as they were given, without what a profile said."""
+        return self._given or self
 
     @field_validator("engine_args", "engine_command", mode="before")
     @classmethod
@@ -104,12 +169,12 @@ class Settings(BaseSettings):
         """Cut a value from the environment into arguments the way a shell would."""
         return tuple(shlex.split(value)) if isinstance(value, str) else value
 
-    @field_validator("cache_dir", "stats_dir", "api_keys_file", "admin_keys_file")
+    @field_validator("cache_dir", "stats_dir", "profiles_dir", "api_keys_file", "admin_keys_file")
     @classmethod
     def _expand(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser()
 
-    @field_validator("log_level", mode="before")
+    @field_validator("log_level", "log_format", mode="before")
     @classmethod
     def _lower(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
@@ -121,19 +186,52 @@ def load(env_file: str | os.PathLike[str] = ENV_FILE, **flags: Any) -> Settings:
     Raises:
         SettingsError: an unknown name, or a value that can't be used; one line that says what is accepted.
     """
+    settings = load_given(env_file, **flags)
+    return with_profile(settings, settings.profile) if settings.profile else settings
+
+
+def load_given(env_file: str | os.PathLike[str] = ENV_FILE, **flags: Any) -> Settings:
+    """As ``load``, without what the profile says."""
     _refuse_unknown({**dotenv_values(env_file), **os.environ})
     given = {name: value for name, value in flags.items() if value is not None}
+    # Foreign names in .env (tokens, compose's own variables) are not ours to judge: the names with our prefix were
+    # checked above, and pydantic's "forbid" then guards the flags.
+    return _checked({**_from_env_file(env_file), **given})
+
+
+def with_profile(settings: Settings, name: str) -> Settings:
+    """Settings for an engine of another profile; what was given at the start stays as it is.
+
+    Args:
+        settings: with or without a profile.
+        name: of the profile; empty means none.
+
+    Raises:
+        SettingsError: there is no such profile, or it can't be used.
+    """
+    from appliance.profiles import choice  # noqa: PLC0415  (few starts need YAML)
+    from appliance.profiles.store import Store  # noqa: PLC0415
+
+    given = settings.given
+    if name:
+        chosen = choice.apply(Store(given.profiles_dir).get(name), given)
+    else:
+        chosen = given.model_copy(update={"profile": ""})
+    chosen._given = given
+    return chosen
+
+
+def _checked(values: dict[str, Any]) -> Settings:
     try:
-        # Foreign names in .env (tokens, compose's own variables) are not ours to judge: the names with our
-        # prefix were checked above, and pydantic's "forbid" then guards the flags.
-        return Settings(**{**_from_env_file(env_file), **given})
+        return Settings(**values)
     except ValidationError as error:
         raise SettingsError(_one_line(error)) from None
 
 
 def engine_environment(env_file: str | os.PathLike[str] = ENV_FILE) -> dict[str, str]:
     """What the engine may see of the environment and of ``.env``: everything but the supervisor's settings."""
-    merged = {**{name: value or "" for name, value in dotenv_values(env_file).items()}, **os.environ}
+    merged = {name: value or "" for name, value in dotenv_values(env_file).items()}
+    merged |= {name: value for name, value in os.environ.items() if value.strip() or name not in merged}
     own = {variable(name) for name in Settings.model_fields}
     return {name: value for name, value in merged.items() if name not in own}
 
@@ -149,7 +247,7 @@ def _from_env_file(env_file: str | os.PathLike[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for field in Settings.model_fields:
         value = values.get(variable(field))
-        if value and value.strip() and not os.environ.get(variable(field)):
+        if value and value.strip() and not os.environ.get(variable(field), "").strip():
             found[field] = value.strip()
     return found
 
@@ -157,7 +255,7 @@ def _from_env_file(env_file: str | os.PathLike[str]) -> dict[str, str]:
 def _refuse_unknown(variables: Mapping[str, str | None]) -> None:
     known = {variable(name) for name in Settings.model_fields}
     for name in sorted(variables):
-        if not name.startswith(PREFIX) or name in known or name in BACKEND_NAMES:
+        if not name.startswith(PREFIX) or name in known or name in BACKEND_NAMES or name in CLIENT_NAMES:
             continue
         if name.startswith(BACKEND_PREFIXES):
             continue

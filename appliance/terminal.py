@@ -1,4 +1,4 @@
-"""What a person sees of `mjolnir serve`: progress on a terminal, plain lines everywhere else."""
+"""What is seen of `mjolnir serve`: progress on a terminal, plain lines or JSON everywhere else."""
 
 import logging
 import sys
@@ -9,10 +9,13 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from appliance.lifecycle import State
-from appliance.log import ENGINE
+from appliance.log import ENGINE, JsonLines
 from appliance.phases import ORDER, Phase
 from appliance.phases import Progress as StartProgress
+from appliance.settings import LogFormat, LogLevel
 from appliance.watcher import Watcher
+
+log = logging.getLogger(__name__)
 
 _WORDS = {
     Phase.IMPORT: "importing vLLM",
@@ -23,6 +26,7 @@ _WORDS = {
     Phase.CAPTURE: "capturing CUDA graphs",
     Phase.WARM_UP: "warming up",
     Phase.SERVER: "starting the server",
+    Phase.SELF_TEST: "asking the first question",
 }
 
 
@@ -33,9 +37,10 @@ class Terminal(Watcher):
     says what they say. They stay in the tail that `/status` shows.
     """
 
-    def __init__(self, log_level: str) -> None:
+    def __init__(self, log_level: LogLevel, log_format: LogFormat | None = None) -> None:
         self._console = Console(stderr=True)
-        self._rich = self._console.is_terminal
+        self._json = log_format == "json"
+        self._rich = log_format is None and self._console.is_terminal
         self._all_lines = log_level == "debug"
         self._url = self._model = ""
         self._bar = Progress(
@@ -64,7 +69,10 @@ class Terminal(Watcher):
     def log_handler(self) -> logging.Handler:
         """Where log messages go."""
         if not self._rich:
-            return logging.StreamHandler(sys.stderr)
+            plain = logging.StreamHandler(sys.stderr)
+            if self._json:
+                plain.setFormatter(JsonLines())
+            return plain
         handler = RichHandler(console=self._console, show_path=False, markup=False, log_time_format="[%X]")
         handler.addFilter(self._worth_showing)
         return handler
@@ -88,11 +96,16 @@ class Terminal(Watcher):
                 self._task, description=_WORDS[progress.phase], completed=done, total=len(ORDER), detail=percent
             )
         elif not self._rich and progress.percent in (None, 100):
-            logging.getLogger(__name__).info("%s %s", _WORDS[progress.phase], percent)
+            extra = {"phase": progress.phase, "percent": progress.percent}
+            log.info("%s", f"{_WORDS[progress.phase]} {percent}".rstrip(), extra=extra)
 
     def became_ready(self, seconds: float) -> None:
         """Say where the model is served, and how to try it."""
         self._end_bar()
+        if self._json:
+            extra = {"seconds": round(seconds, 3), "model": self._model, "url": f"{self._url}/v1"}
+            log.info("ready after %.1f s", seconds, extra=extra)
+            return
         body = f'{{"model": "{self._model}", "temperature": 0, "messages": [{{"role": "user", "content": "Hello"}}]}}'
         self._console.print(
             f"ready after {seconds:.1f} s: {self._model} at {self._url}/v1\n"

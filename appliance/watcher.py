@@ -1,6 +1,7 @@
 """Who wants to know what the supervisor does."""
 
 from appliance.faults import Cause
+from appliance.ladder import Rung
 from appliance.lifecycle import State
 from appliance.phases import Progress
 
@@ -25,3 +26,18 @@ class Watcher:
 
     def restarting(self, cause: Cause) -> None:
         """A lost engine will be started again."""
+
+    def degraded(self, rung: Rung) -> None:
+        """The next start is made on another rung of the ladder."""
+
+    def struck(self) -> None:
+        """A look at a ready engine found no progress."""
+
+    def rotated(self, folders: int) -> None:
+        """So many compile caches were put aside."""
+
+    def orphans_ended(self, processes: int) -> None:
+        """So many processes that a dead appliance had left were ended."""
+
+    def noted(self, text: str) -> None:
+        """Something happened that a person may want to know."""

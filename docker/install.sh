@@ -110,7 +110,7 @@ print(*(find_root() / path for path in load_queue(Path("'$home'/patches")).paths
   rm -f /etc/passwd- /etc/group- /etc/shadow- /etc/gshadow- /etc/subuid- /etc/subgid-
   sed -i "s/^\($name:[^:]*:\)[0-9]*:/\119000:/" /etc/shadow
   install -d -o "$uid" -g "$(id -g "$uid")" /cache /cache/home /models
-  install -d /etc/mjolnir/keys
+  install -d /etc/mjolnir/keys /etc/mjolnir/profiles
 }
 
 case $1 in

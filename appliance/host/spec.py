@@ -26,6 +26,7 @@ LOG_OPTIONS = {"max-size": "20m", "max-file": "5"}
 # Named as compose names the volumes of its project, so that models and caches stay when one takes over from the other.
 VOLUMES = {"MODELS_DIR": ("mjolnir_models", "/models"), "CACHE_DIR": ("mjolnir_cache", "/cache")}
 KEYS_TARGET = "/etc/mjolnir/keys"
+PROFILES_TARGET = "/etc/mjolnir/profiles"
 # What tells a board's release and power mode; a file that this board lacks is left out.
 BOARD_FILES = {
     "/etc/nv_tegra_release": "NV_TEGRA_RELEASE",
@@ -37,6 +38,7 @@ _INNER = {
     "MJOLNIR_HOST": "0.0.0.0",  # noqa: S104  (inside the container; the publication decides who reaches it)
     "MJOLNIR_PORT": str(INNER_PORT),
     "MJOLNIR_CACHE_DIR": "/cache",
+    "MJOLNIR_PROFILES_DIR": "/etc/mjolnir/profiles",
     "HOME": "/cache/home",
     "HF_HOME": "/models/huggingface",
 }
@@ -104,6 +106,7 @@ def spec_of(variables: Mapping[str, str], folder: Path, runtime: str) -> Spec:
     environment = {name: value for name, value in variables.items() if _is_passed(name)} | _INNER
     mounts = {target: _source(variables.get(name) or volume, folder) for name, (volume, target) in VOLUMES.items()}
     mounts[KEYS_TARGET] = _source(variables.get("KEYS_DIR", "./keys"), folder) + ":ro"
+    mounts[PROFILES_TARGET] = _source(variables.get("PROFILES_DIR", "./profiles"), folder) + ":ro"
     if runtime == "nvidia":
         environment |= _NVIDIA
         files = {target: Path(variables.get(name, target)) for target, name in BOARD_FILES.items()}

@@ -5,7 +5,7 @@ import { REASONS, drawBar, drawLine, drawShare, element, key } from "./chart.js"
 
 const COLUMNS = 300; // points that the appliance keeps
 const SILENCE_MS = 15000; // without any event for so long the connection counts as lost
-const PHASES = ["import", "configure", "load", "compile", "kv_cache", "capture", "warm_up", "server"];
+const PHASES = ["import", "configure", "load", "compile", "kv_cache", "capture", "warm_up", "server", "self_test"];
 
 const $ = (id) => document.getElementById(id);
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });

@@ -20,7 +20,8 @@ def render(results: Path) -> str:
     Args:
         results: folder of the result files.
     """
-    documents = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    paths = [*sorted(results.glob("*.json")), *sorted(results.glob("proxy/*.json"))]
+    documents = [json.loads(path.read_text()) for path in paths]
     return "\n".join([HEADING, *map(_section, documents)])
 
 
@@ -42,7 +43,7 @@ def _section(document: dict[str, Any]) -> str:
 
 def _verdict(rows: list[dict[str, Any]]) -> list[str]:
     """Where ratios stand against the goal, as the lines of a paragraph; none for a part without ratios."""
-    ours = [row for row in rows if "ratio" in row and row["backend"] != BASELINE[0]]
+    ours = [row for row in rows if "ratio" in row and row.get("backend", BASELINE[0]) != BASELINE[0]]
     if not ours:
         return []
     above = [f"{row['streams']}x{row['context']} ({row['ratio']})" for row in ours if row["ratio"] > GOAL]

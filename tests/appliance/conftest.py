@@ -132,6 +132,7 @@ def settings_for(model: Path, tmp_path: Path) -> Callable[..., Settings]:
             "engine_command": (sys.executable, str(FAKE)),
             "engine_args": flags,
             "backoff_seconds": 0.05,
+            "settle_seconds": 0.0,
             "stop_seconds": 10.0,
             "drain_seconds": 10.0,
         }

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,11 @@ METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="fake"} 1.0
+# HELP vllm:iteration_tokens_total Histogram of number of tokens per engine_step.
+# TYPE vllm:iteration_tokens_total histogram
+vllm:iteration_tokens_total_bucket{engine="0",le="+Inf"} 3.0
+vllm:iteration_tokens_total_count{engine="0"} 3.0
+vllm:iteration_tokens_total_sum{engine="0"} 3.0
 # HELP process_open_fds Number of open file descriptors.
 # TYPE process_open_fds gauge
 process_open_fds 39.0
@@ -54,6 +60,8 @@ class FakeEngine:
     def __init__(self, flags: argparse.Namespace) -> None:
         self.flags = flags
         self.events = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.running = 0
+        self.steps = 0
         self.counters = CounterFile(os.environ["MJOLNIR_STATS_DIR"])
         self.counters.set_groups([GROUP])
         self.counters.kernels(KernelSource.COMPILED, 3)
@@ -71,9 +79,9 @@ class FakeEngine:
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/version", self.version)
-        app.router.add_get("/v1/models", self.version)
+        app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/completions", self.scripted)
-        app.router.add_post("/v1/chat/completions", self.scripted)
+        app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/tokenize", self.echo)
         app.router.add_post("/detokenize", self.die)
         return app
@@ -83,7 +91,37 @@ class FakeEngine:
 
     async def metrics(self, _: web.Request) -> web.Response:
         page = self.flags.metrics_page or METRICS
+        page = page.replace('model_name="fake"} 1.0', f'model_name="fake"}} {self.running}.0')
+        page = re.sub(r"(?m)^(vllm:iteration_tokens_total_.*) 3\.0$", rf"\g<1> {self.steps}.0", page)
         return web.Response(text=page)
+
+    async def models(self, request: web.Request) -> web.Response:
+        answer = {"version": "fake", "path": request.raw_path, "pid": os.getpid(), "data": [{"id": "fake"}]}
+        return web.json_response(answer)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """The self-test's question and the watchdog's probe are answered as vLLM would; all else by its script."""
+        body = await request.json()
+        if "messages" not in body or "script" in body:
+            return await self.scripted(request)
+        if body["max_tokens"] == 1:  # each event that nobody reads takes one of the few places of the socket
+            self.tell("probe")
+        if self.flags.fail_self_test and not self.given_up():
+            return web.json_response({"error": {"message": "EngineCore failed: nan"}}, status=500)
+        if self.flags.deaf:
+            await asyncio.Event().wait()
+        for _ in range(body["max_tokens"]):
+            self.counters.t5_step(StepKind.DECODE, 1)
+            self.steps += 1
+        choice = {"index": 0, "finish_reason": "length", "message": {"role": "assistant", "content": "Paris"}}
+        return web.json_response({"choices": [choice], "usage": {"completion_tokens": body["max_tokens"]}})
+
+    def given_up(self) -> bool:
+        """Whether the ladder's rung that heals this engine is reached."""
+        return {
+            "t5_off": os.environ.get("MJOLNIR_ATTN_DISABLE") == "1",
+            "eager": "--enforce-eager" in sys.argv,
+        }.get(self.flags.healed_by, False)
 
     async def version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": "fake", "path": request.raw_path, "pid": os.getpid()})
@@ -108,18 +146,24 @@ class FakeEngine:
     async def scripted(self, request: web.Request) -> web.StreamResponse:
         """Answer as the request's script says.
 
-        Keys: ``status``, ``type``, ``chunks`` (text), ``gap`` (seconds), ``hang`` (stay silent after the chunks),
-        ``die`` (exit after the chunks), ``hang_first`` (stay silent before the headers).
+        Keys: ``status``, ``type``, ``chunks`` (text), ``repeat`` (all of them so often), ``gap`` (seconds), ``hang``
+        (stay silent after the chunks),
+        ``die`` (exit after the chunks), ``hang_first`` (stay silent before the headers), ``unseen`` (not in the
+        number of running requests).
         """
         script = (await request.json()).get("script", {})
         self.counters.t5_step(StepKind.DECODE, 1)
         self.counters.fallback_step(FallbackReason.PREFILL, 5)
         self.tell("request")
+        self.steps += 1
+        self.running += not script.get("unseen")
         try:
             return await self._play(request, script)
         except asyncio.CancelledError:
             self.tell("cancelled")
             raise
+        finally:
+            self.running -= not script.get("unseen")
 
     async def _play(self, request: web.Request, script: dict) -> web.StreamResponse:
         if script.get("hang_first"):
@@ -131,7 +175,7 @@ class FakeEngine:
         if "length" in script:
             response.content_length = script["length"]
         await response.prepare(request)
-        for chunk in script.get("chunks", ["data: {}\n\n", "data: [DONE]\n\n"]):
+        for chunk in script.get("chunks", ["data: {}\n\n", "data: [DONE]\n\n"]) * script.get("repeat", 1):
             await response.write(chunk.encode())
             await asyncio.sleep(script.get("gap", 0))
         if script.get("die"):
@@ -161,14 +205,28 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--flood", type=int, default=0, help="bytes of log in lines without end")
     parser.add_argument("--metrics-page")
     parser.add_argument("--secret")
+    parser.add_argument("--healed-by", metavar="RUNG", help="--fail-start and --fail-self-test only above this rung")
+    parser.add_argument("--healed-without", metavar="FILE", help="--fail-start only while FILE exists")
+    parser.add_argument("--fail-self-test", action="store_true")
+    parser.add_argument("--deaf", action="store_true", help="answers no self-test")
+    parser.add_argument("--compiler", metavar="FILE", help="a child that runs FILE as a compiler")
+    parser.add_argument("--core", action="store_true", help="a child with an engine core's title")
     return parser.parse_known_args()[0]
+
+
+def fails(flags: argparse.Namespace) -> bool:
+    """Whether this start is one of those that fail."""
+    if flags.healed_by and FakeEngine.given_up(argparse.Namespace(flags=flags)):
+        return False
+    needed = [file for file in (flags.fail_once, flags.healed_without) if file]
+    return all(map(os.path.exists, needed))
 
 
 def before_ready(flags: argparse.Namespace) -> None:
     say("(APIServer pid=10) INFO 12-01 04:06:38 [model.py:733] Resolved architecture: FakeForCausalLM")
     if flags.secret:
         say(f"(APIServer pid=10) INFO 12-01 04:06:38 [api.py:1] non-default args: api_key={flags.secret}")
-    if flags.fail_start and (not flags.fail_once or os.path.exists(flags.fail_once)):
+    if flags.fail_start and fails(flags):
         if flags.fail_once:
             os.unlink(flags.fail_once)
         say(FAILED_START.format(error=flags.fail_start).rstrip())
@@ -193,6 +251,23 @@ def spawn_orphan() -> int:
     return child.pid
 
 
+def spawn_compiler(program: str) -> int:
+    return subprocess.Popen([program, "600"], start_new_session=True).pid
+
+
+def spawn_core() -> int:
+    """A process with the title that vLLM gives its engine core."""
+    code = "import time; print(flush=True); time.sleep(600)"
+    child = subprocess.Popen(
+        ["VLLM::EngineCore", "-c", code],  # noqa: S607  (a title)
+        executable=sys.executable,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+    )
+    child.stdout.readline()
+    return child.pid
+
+
 async def serve(flags: argparse.Namespace) -> None:
     engine = FakeEngine(flags)
     stop = asyncio.Event()
@@ -208,6 +283,10 @@ async def serve(flags: argparse.Namespace) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
     if flags.setsid_child:
         engine.tell("child", pid=spawn_orphan())
+    if flags.compiler:
+        engine.tell("compiler", pid=spawn_compiler(flags.compiler))
+    if flags.core:
+        engine.tell("core", pid=spawn_core())
     runner = web.AppRunner(engine.app(), handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.UnixSite(runner, flags.uds).start()

@@ -143,8 +143,9 @@ def test_leftovers_of_a_killed_supervisor_go_with_the_next_start(serve, tmp_path
     assert [path.name for path in (tmp_path / "stats").iterdir()] == [str(second.process.pid)]
 
 
-def test_lines_of_the_engine_are_prefixed_and_secrets_masked(serve):
-    served = serve("--secret", "tops3cret", "--api-key", "tops3cret")
+def test_lines_of_the_engine_are_prefixed_and_secrets_masked(serve, monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "tops3cret")
+    served = serve("--secret", "tops3cret")
     served.url()
     served.read_until(r"\[engine\] \(APIServer pid=10\) INFO .* non-default args: api_key=\*\*\*\n")
     assert "tops3cret" not in served.get("/status")

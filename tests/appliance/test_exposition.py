@@ -13,7 +13,12 @@ def names(page):
 
 def test_families_of_the_python_process_are_left_out_and_the_rest_is_not_renamed():
     page = merge(OWN, METRICS)
-    assert names(page) == ["a", "vllm:num_requests_running", "vllm:e2e_request_latency_seconds"]
+    assert names(page) == [
+        "a",
+        "vllm:num_requests_running",
+        "vllm:iteration_tokens_total",
+        "vllm:e2e_request_latency_seconds",
+    ]
     assert 'vllm:e2e_request_latency_seconds_sum{engine="0"} 1.5e-03\n' in page
 
 

@@ -6,11 +6,12 @@ from appliance.lifecycle import TRANSITIONS, Event, IllegalTransition, State, ad
 
 # Told a second time, by state, so that a slip in one of the two tables shows.
 EXPECTED = {
-    State.PREFLIGHT: {"checked": "starting", "fault": "failed", "stop": "draining"},
-    State.STARTING: {"answered": "ready", "fault": "failed", "stop": "draining"},
-    State.READY: {"fault": "failed", "stop": "draining"},
+    State.PREFLIGHT: {"checked": "starting", "fault": "failed", "stop": "draining", "switch": "switching"},
+    State.STARTING: {"answered": "ready", "fault": "failed", "stop": "draining", "switch": "switching"},
+    State.READY: {"fault": "failed", "stop": "draining", "switch": "switching"},
     State.FAILED: {"retry": "backoff", "give_up": "stopped", "stop": "draining"},
-    State.BACKOFF: {"elapsed": "preflight", "stop": "draining"},
+    State.BACKOFF: {"elapsed": "preflight", "stop": "draining", "switch": "switching"},
+    State.SWITCHING: {"empty": "preflight", "stop": "draining"},
     State.DRAINING: {"empty": "stopped"},
     State.STOPPED: {},
 }

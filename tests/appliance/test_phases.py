@@ -1,6 +1,5 @@
 import pytest
 
-from appliance.engine import LineSplitter
 from appliance.phases import Phase, Progress, ProgressTracker, parse
 
 CORE = "(EngineCore pid=6166) INFO 12-01 04:06:48 "
@@ -58,13 +57,3 @@ def test_a_line_that_only_repeats_itself_is_no_movement():
     percents = [tracker.feed(f"Capturing CUDA graphs: {percent}%| x") for percent in (10, 10, 11)]
     assert percents == [True, True, True]  # the second is its first repetition as a line
     assert not tracker.feed("Capturing CUDA graphs: 11%| x")
-
-
-def test_the_splitter_ends_lines_at_carriage_returns_and_at_its_limit():
-    splitter = LineSplitter()
-    assert splitter.feed(b"\rLoading: 10%\rLoad") == ["Loading: 10%"]
-    assert splitter.feed(b"ing: 20%\r\n\n\xff\n") == ["Loading: 20%", "\ufffd"]
-    lines = splitter.feed(b"x" * 20_000)
-    assert [len(line) for line in lines] == [8192, 8192]
-    assert [len(line) for line in splitter.flush()] == [20_000 - 2 * 8192]
-    assert splitter.flush() == []

@@ -156,6 +156,18 @@ SMUGGLED = {
     "length list": request(b"Content-Length: 2, 2", body=b"{}"),
     "folded": request(b"X: a", b" Transfer-Encoding: chunked", b"Content-Length: 2", b"", body=b"{}"),
     "bare line feed in a chunk": request(b"Transfer-Encoding: chunked", body=b"2\n{}\n0\n\n"),
+    "coding of nothing": request(b"Transfer-Encoding: identity", b"Content-Length: 2", body=b"{}"),
+    "two codings": request(b"Transfer-Encoding: chunked", b"Transfer-Encoding: identity", body=b"0\r\n\r\n"),
+    "chunk without a size": request(b"Transfer-Encoding: chunked", body=b";a=b\r\n{}\r\n0\r\n\r\n"),
+    "chunk of a negative size": request(b"Transfer-Encoding: chunked", body=b"-2\r\n{}\r\n0\r\n\r\n"),
+    "chunk of 2 ** 64 bytes": request(b"Transfer-Encoding: chunked", body=b"10000000000000000\r\n{}\r\n0\r\n\r\n"),
+    "chunk longer than it says": request(b"Transfer-Encoding: chunked", body=b"2\r\n{}GET /metrics\r\n0\r\n\r\n"),
+    "bare carriage return": request(b"X: a\rTransfer-Encoding: chunked", b"Content-Length: 2", body=b"{}"),
+    "bare line feed in the head": request(b"X: a\nTransfer-Encoding: chunked", b"Content-Length: 2", body=b"{}"),
+    "space in a name": request(b"Content Length: 2", body=b"{}"),
+    "line without a colon": request(b"Content-Length", body=b"{}"),
+    "preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "version without a number": b"GET /version HTTP/x\r\n\r\n",
     "nul in a header": request(b"X: a\0b", b"Content-Length: 2", body=b"{}"),
     "no method": b"\x16\x03\x01\x00\xa5 TLS\r\n\r\n",
 }
@@ -175,6 +187,17 @@ async def test_what_smuggling_is_made_of(ready, name):
     else:
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert answer.count(b"HTTP/1.1 ") == 1
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "malformed_request", None)
+
+
+async def test_extensions_and_trailers_of_a_chunked_body_go_no_further(ready):
+    """They are allowed and mean nothing; the engine gets a length and the bytes."""
+    body = b'2;a="b\\"c"\r\n{"\r\n5\r\na": 1\r\n1;x\r\n}\r\n0;y\r\nX-Trailer: 1\r\nAuthorization: Bearer t\r\n\r\n'
+    status, _, answer = await raw(ready.url, request(b"Transfer-Encoding: chunked", b"Trailer: X-Trailer", body=body))
+    assert (status, json.loads(answer)["bytes"]) == (200, 8)
+    assert sorted(json.loads(answer)["headers"])[0] == ["content-length", "8"]
+    assert {name for name, _ in json.loads(answer)["headers"]} == {"content-length", "host", "x-request-id"}
 
 
 @pytest.mark.parametrize("target", ["http://x/metrics", "http://evil/v1/../health", "/v1/%2e%2e/metrics", "//metrics"])
@@ -200,13 +223,28 @@ async def test_a_head_without_end_is_cut_off(ready, header):
     assert (await raw(ready.url, ask("/version")))[0] == 200
 
 
+async def test_a_trailer_without_end_is_cut_off(ready):
+    """uvicorn would keep it, whatever its size."""
+    head = request(b"Transfer-Encoding: chunked", body=b"2\r\n{}\r\n0\r\nX: ")
+    parts = urlsplit(ready.url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    with contextlib.suppress(ConnectionError):
+        writer.write(head + b"a" * (1 << 20))
+        await writer.drain()
+    with contextlib.suppress(ConnectionError):
+        answer = await asyncio.wait_for(reader.read(), 20)
+        assert answer.startswith(b"HTTP/1.1 431 ") or not answer
+    writer.close()
+    assert (await raw(ready.url, ask("/version")))[0] == 200
+
+
 async def test_a_head_that_does_not_come_is_cut_off(ready, monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.05)
     assert (await raw(ready.url, b"GET /version HTTP/1.1\r\nHost:"))[0] == 408
 
 
 async def test_a_body_that_does_not_come_is_cut_off(ready, monkeypatch):
-    monkeypatch.setattr("appliance.proxy._BODY_SECONDS", 0.05)
+    monkeypatch.setattr("appliance.request_body.SILENCE_SECONDS", 0.05)
     status, _, body = await raw(ready.url, request(b"Content-Length: 10", body=b"{"))
     assert (status, json.loads(body)["error"]["code"]) == (408, "body_too_slow")
 

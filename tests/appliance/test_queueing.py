@@ -180,3 +180,53 @@ async def test_a_drain_empties_the_queue():
     assert queue.enter("a").code == "engine_not_ready"
     queue.leave()
     assert (desk.inside, desk.waiting, queue.depth) == (0, 0, 0)
+
+
+async def test_who_gives_up_is_out_at_once():
+    """Before its waiter has run: a grant in the same moment goes to the next, not to nobody."""
+    desk, queue = made()
+    queue.enter("a")
+    turn = queue.enter("b")
+    waiter, stays = asyncio.ensure_future(queue.wait(turn)), join(queue, "c")
+    await asyncio.sleep(0)
+    queue.give_up(turn)
+    queue.leave()
+    assert await waiter is None
+    assert await stays is SESSION
+    assert (desk.inside, desk.waiting, queue.depth) == (1, 0, 0)
+
+
+async def test_what_was_granted_before_the_giving_up_is_still_to_be_given_back():
+    desk, queue = made()
+    queue.enter("a")
+    turn = queue.enter("b")
+    waiter = asyncio.ensure_future(queue.wait(turn))
+    queue.leave()
+    queue.give_up(turn)
+    assert await waiter is SESSION
+    queue.leave()
+    assert desk.inside == 0
+
+
+async def test_a_refusal_is_known_before_the_body_is_read():
+    desk, queue = made(queue=2)
+    assert queue.refusal("a") is None
+    queue.enter("a")
+    assert queue.refusal("a") is None
+    waiting = [join(queue, "a") for _ in range(2)]
+    assert queue.refusal("a").code == "queue_full"
+    assert queue.refusal("b") is None  # it would take the place of one of a's
+    assert (queue.depth, desk.inside) == (2, 1)
+    change(desk, queue, State.DRAINING)
+    assert queue.refusal("b").code == "engine_not_ready"
+    await asyncio.gather(*waiting)
+
+
+async def test_while_held_nobody_is_refused_before_the_queue_is_full():
+    desk, queue = made(queue=1, hold_seconds=60.0)
+    desk.state = State.STARTING
+    assert queue.refusal("a") is None
+    waiting = join(queue, "a")
+    assert queue.refusal("a").code == "queue_full"
+    change(desk, queue, State.READY)
+    assert await waiting is SESSION

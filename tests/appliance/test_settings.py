@@ -135,3 +135,15 @@ def test_secrets_are_masked():
     masked = Redactor(secrets)("args: key-one, key-two hf_abc 12345 from-env")
     assert masked == "args: ***, *** *** 12345 ***"
     assert Redactor([])("text") == "text"
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_blank_variable_overrides_nothing(monkeypatch, blank):
+    """MJOLNIR_MODEL= in the environment once left the model of .env unused."""
+    Path(".env").write_text("MJOLNIR_MODEL=from-file\nHF_TOKEN=token\n")
+    for name in ("MJOLNIR_MODEL", "MJOLNIR_PORT", "HF_TOKEN"):
+        monkeypatch.setenv(name, blank)
+    found = settings.load()
+    assert (found.model, found.port) == ("from-file", 8000)
+    assert not found.model_fields_set & {"port"}
+    assert settings.engine_environment()["HF_TOKEN"] == "token"  # noqa: S105

@@ -96,6 +96,15 @@ async def test_it_shows_state_figures_and_board(browser: Browser, stage: Stage):
     assert await page.locator("#share path").count() == 3
 
 
+async def test_the_current_profile_stands_beside_the_model(browser: Browser, stage: Stage):
+    stage.report["profile"] = "qwen3-8b-fp8"
+    page = await opened(browser, stage)
+    await expect(page.locator("#model")).to_have_text("Qwen3-8B-FP8 · qwen3-8b-fp8")
+    stage.report["profile"] = None
+    await stage.step()
+    await expect(page.locator("#model")).to_have_text("Qwen3-8B-FP8")
+
+
 async def test_a_start_shows_phase_percentage_and_eta(browser: Browser, stage: Stage):
     stage.report |= {"state": "starting", "progress": {"phase": "load", "percent": 50}}
     stage.pulse.state_changed(State.STARTING)
@@ -114,11 +123,11 @@ async def test_a_start_shows_phase_percentage_and_eta(browser: Browser, stage: S
 
 async def test_an_alert_and_the_last_failure_are_said(browser: Browser, stage: Stage):
     page = await opened(browser, stage)
-    stage.report["last_fault"] = {"cause": "exited", "text": "the engine ended (killed by SIGKILL)"}
+    stage.report["last_fault"] = {"cause": "unknown", "text": "the engine ended (killed by SIGKILL)"}
     await stage.step(t5=10, disabled=90)
     assert await page.locator("#notices p").all_inner_texts() == [
         "T5 ran only 10.0% of the last 2 min's decode steps; most often: T5 is switched off.",
-        "Last failure (exited): the engine ended (killed by SIGKILL)",
+        "Last failure (unknown): the engine ended (killed by SIGKILL)",
     ]
     await expect(page.locator("#spoken")).to_contain_text("T5 ran only 10.0%")
 
@@ -188,7 +197,7 @@ async def test_keyboard_and_landmarks(browser: Browser, stage: Stage):
 @pytest.mark.parametrize("scheme", ["dark", "light"])
 @pytest.mark.parametrize("state", ["ready", "starting", "failed"])
 async def test_every_text_has_a_contrast_of_4_5(browser: Browser, stage: Stage, scheme: str, state: str):
-    stage.report |= {"state": state, "last_fault": {"cause": "exited", "text": "gone"}}
+    stage.report |= {"state": state, "last_fault": {"cause": "unknown", "text": "gone"}}
     if state == "starting":
         stage.report["progress"] = {"phase": "compile", "percent": None}
     page = await opened(browser, stage, color_scheme=scheme)

@@ -168,13 +168,13 @@ class Host:
             os.chown(folder / name, 1000, 1000)
 
     def __call__(self, command: str, *words: str) -> tuple[int, str, str]:
-        options = ["--name", NAME]
-        if command != "logs":
+        options = [] if command == "image" else ["--name", NAME]
+        if command not in ("image", "logs"):
             options += ["--env-file", str(self._folder / ".env"), "--state-dir", str(self._folder / "state"), "--json"]
-        if command not in ("logs", "down"):
+        if command not in ("image", "logs", "down"):
             options += ["--deadline", "300"]
         done = subprocess.run(
-            [sys.executable, "-m", "appliance.cli", command, *options, *words],
+            [sys.executable, "-m", "appliance.cli", command, *words, *options],
             capture_output=True, text=True, timeout=900, check=False, cwd=self._folder,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
@@ -199,10 +199,15 @@ def test_upgrade_to_a_second_tag_and_back_from_a_broken_third(client: Any, cpu_i
         assert code == 0, err
         until("ready", board.is_ready)
         assert "Paris" in board.chat()
-        code, out, err = host("upgrade", second)
+        # As to a board without a network.
+        archive, expected = tmp_path / "second.tar", client.images.get(second).id
+        assert host("image", "save", second, str(archive))[0] == 0
+        client.images.remove(second)
+        code, out, err = host("upgrade", "--load", str(archive))
+        archive.unlink()
         assert code == 0, err
         assert json.loads(out)["done"] == "upgrade"
-        assert running(client) == client.images.get(second).id
+        assert running(client) == client.images.get(second).id == expected
         assert "Paris" in board.chat()
         code, _, err = host("upgrade", broken)
         assert code == 1, err

@@ -1,5 +1,6 @@
 """The whole path with the demo's model: client, supervisor, patched vLLM, MJOLNIR, T5, counters, /metrics."""
 
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ import openai
 import psutil
 import pytest
 
+from appliance.estimate.config import load
+from appliance.estimate.estimate import GIB, Load, Machine, estimate
 from tests.engine.harness import Appliance
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -160,6 +163,14 @@ def test_metrics_page_has_ours_and_vllms(appliance: Appliance) -> None:
     lines = appliance.get("/metrics").splitlines()
     types = [line for line in lines if line.startswith("# TYPE ")]
     assert len(types) == len(set(types)), "a family stands on the page twice"
+
+
+def test_estimate_is_what_the_engine_reports(appliance: Appliance, demo_model: Path) -> None:
+    reported = re.findall(r"CPU KV cache size: ([\d,]+) tokens", appliance.log)
+    machine = Machine(8 * GIB, gpu=False, kv_cache=GIB)
+    found = estimate(load(str(demo_model)), machine, Load(max_model_len=2048))
+    (fp8,) = [each for each in found.formats if each.format == "fp8"]
+    assert reported == [f"{fp8.tokens:,}"]
 
 
 def test_survives_a_killed_engine_core(appliance: Appliance) -> None:
