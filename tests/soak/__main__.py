@@ -145,7 +145,7 @@ async def soak(target: Target, minutes: float, interval: float) -> tuple[dict[st
         tally.corrupted += len(load.corrupted) - corrupted
         await asyncio.to_thread(watch.look)
         how = "not recovered" if seconds is None else f"{seconds:.1f} s"
-        say(f"{name}: {how}; {dict(load.outcomes)}; {len(load.corrupted)} corrupted")
+        say(f"{name}: {how}; {dict(load.outcomes)}; corrupted: {load.corrupted[corrupted:]}")
         await asyncio.sleep(max(0.0, due - time.monotonic()))
     await load.stop()
     await asyncio.to_thread(watch.look)

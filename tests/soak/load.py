@@ -12,14 +12,15 @@ import aiohttp
 STREAM_TOKENS = (8, 32, 96)
 _SECONDS = 300.0
 # What a client of a busy or restarting appliance is told; it comes with Retry-After and costs it another try.
-REFUSALS = frozenset((429, 502, 503))
+REFUSALS = frozenset((429, 503))
 
 
 class Load:
     """Clients in a loop until ``stop``.
 
     Attributes:
-        outcomes: how requests ended: ``complete``, ``error event``, ``refused``, ``left`` (by the client's own will).
+        outcomes: how requests ended: ``complete``, ``error event``, ``error answer`` (500 or 502 in OpenAI's
+            envelope: the engine died over it), ``refused``, ``left`` (by the client's own will).
         corrupted: one line for each that ended in no allowed way.
         lost: one line for each connection that the appliance itself cut or refused.
     """
@@ -78,8 +79,8 @@ class Load:
         tokens = self._random.choice(STREAM_TOKENS)
         body = self._body(tokens, stream=True, stream_options={"include_usage": True})
         async with session.post("/v1/completions", json=body) as answer:
-            if answer.status in REFUSALS:
-                return self._count("refused")
+            if answer.status != 200:
+                return await self._failed(answer)
             data = b""
             try:
                 async for piece in answer.content.iter_any():
@@ -109,8 +110,8 @@ class Load:
 
     async def _whole(self, session: aiohttp.ClientSession) -> bool:
         async with session.post("/v1/completions", json=self._body(16)) as answer:
-            if answer.status in REFUSALS:
-                return self._count("refused")
+            if answer.status != 200:
+                return await self._failed(answer)
             try:
                 found = await answer.json()
             except (aiohttp.ClientPayloadError, ValueError) as error:
@@ -123,8 +124,8 @@ class Load:
 
     async def _tokenize(self, session: aiohttp.ClientSession) -> bool:
         async with session.post("/tokenize", json={"model": self._model, "prompt": "one two three"}) as answer:
-            if answer.status in REFUSALS:
-                return self._count("refused")
+            if answer.status != 200:
+                return await self._failed(answer)
             if (await answer.json())["count"] < 3:
                 self.corrupted.append("tokenize lost a token")
                 return False
@@ -132,11 +133,26 @@ class Load:
 
     async def _leave(self, session: aiohttp.ClientSession) -> bool:
         async with session.post("/v1/completions", json=self._body(512, stream=True)) as answer:
-            if answer.status in REFUSALS:
-                return self._count("refused")
+            if answer.status != 200:
+                return await self._failed(answer)
             await answer.content.readany()
             answer.close()
         return self._count("left")
+
+    async def _failed(self, answer: aiohttp.ClientResponse) -> bool:
+        """An answer that is none has to say so in OpenAI's envelope."""
+        data = await answer.read()
+        try:
+            json.loads(data)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            self.corrupted.append(f"status {answer.status} with {data[:80]!r}")
+            return True
+        if answer.status in REFUSALS and "Retry-After" in answer.headers:
+            return self._count("refused")
+        if answer.status in (500, 502):
+            return self._count("error answer")
+        self.corrupted.append(f"status {answer.status}, headers {list(answer.headers)}: {data[:80]!r}")
+        return True
 
     def _count(self, outcome: str) -> bool:
         self.outcomes[outcome] += 1
