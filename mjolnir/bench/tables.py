@@ -1,4 +1,7 @@
-"""docs/results.md, generated from ``docs/results/*.json``: ``python -m mjolnir.bench.tables docs`` writes it."""
+"""docs/results.md and the figures of docs/reliability.md: ``python -m mjolnir.bench.tables docs`` writes them.
+
+They come from the files in ``docs/results``.
+"""
 
 import json
 import sys
@@ -6,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mjolnir.bench.cpu_decode import BASELINE, GOAL
+from mjolnir.bench.kernel_tables import replace_section
 
 HEADING = """# Figures
 
@@ -23,6 +27,15 @@ def render(results: Path) -> str:
     paths = [*sorted(results.glob("*.json")), *sorted(results.glob("proxy/*.json"))]
     documents = [json.loads(path.read_text()) for path in paths]
     return "\n".join([HEADING, *map(_section, documents)])
+
+
+def render_reliability(results: Path) -> str:
+    """The figures of ``reliability.md``, in Markdown.
+
+    Args:
+        results: folder of the result files.
+    """
+    return "\n".join(_section(json.loads(path.read_text())) for path in sorted(results.glob("reliability/*.json")))
 
 
 def _section(document: dict[str, Any]) -> str:
@@ -60,9 +73,11 @@ def _cell(value: Any) -> str:
 
 
 def main() -> None:
-    """Write ``results.md`` into the folder given on the command line."""
+    """Write ``results.md`` and ``reliability.md`` in the folder given on the command line."""
     docs = Path(sys.argv[1])
     (docs / "results.md").write_text(render(docs / "results"))
+    page = docs / "reliability.md"
+    page.write_text(replace_section(page.read_text(), render_reliability(docs / "results")))
 
 
 if __name__ == "__main__":

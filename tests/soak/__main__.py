@@ -1,6 +1,7 @@
 """Mixed load on a real appliance with a fault a minute: ``scripts/soak``.
 
-With --write, docs/results/reliability-cpu.json gets the figures, and `scripts/bench tables` makes the table.
+With --write, docs/results/reliability/soak-cpu.json gets the figures, and `scripts/bench tables` makes the table of
+docs/reliability.md.
 Exit code 1 when a fault was not recovered from in time, a stream was corrupted, a connection was lost, a counter went
 backwards or a process was left.
 """
@@ -9,11 +10,10 @@ import argparse
 import asyncio
 import contextlib
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,10 +30,11 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance import demo_model
+from mjolnir.bench.results import write_result
 from tests.soak.faults import FAULTS, Target
 from tests.soak.load import Load
 
-ROOT = Path(__file__).parents[2]
+RESULT = Path(__file__).parents[2] / "docs" / "results" / "reliability" / "soak-cpu.json"
 MARK = "MARK_OF_SOAK"  # in the environment of everything that the appliance starts
 RECOVERY_SECONDS = 180.0
 HANG_SECONDS = 20.0  # the default of 180 s would be most of the run
@@ -167,33 +168,26 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-def document(tallies: dict[str, Tally], left: int, command: str) -> dict[str, Any]:
-    rows = [
+def rows_of(tallies: dict[str, Tally], left: int) -> list[dict[str, Any]]:
+    return [
         {
             "fault": name,
             "runs": tally.runs,
             "recovered": tally.recovered,
-            "seconds_max": round(max(tally.seconds, default=0.0), 1),
-            "streams_corrupted": tally.corrupted,
-            "processes_left": left,
+            "seconds, median": round(statistics.median(tally.seconds), 1) if tally.seconds else None,
+            "seconds, max": round(max(tally.seconds, default=0.0), 1),
+            "streams corrupted": tally.corrupted,
+            "processes left": left,
         }
         for name, tally in tallies.items()
     ]
-    return {
-        "what": "recovery from faults under mixed load",
-        "command": command,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {psutil.virtual_memory().total / 2**30:.0f} GiB",
-        "versions": {"mjolnir": importlib.metadata.version("mjolnir"), "python": platform.python_version()},
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__, allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--interval", type=float, default=60.0, help="seconds between two faults")
-    parser.add_argument("--write", action="store_true", help="write docs/results/reliability-cpu.json")
+    parser.add_argument("--write", action="store_true", help="write docs/results/reliability/soak-cpu.json")
     options = parser.parse_args()
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
@@ -202,16 +196,18 @@ def main() -> int:
             tallies, load, watch = asyncio.run(soak(target, options.minutes, options.interval))
             after = target.process.memory_info().rss, target.process.num_fds()
         left = [process for process in marked(mark) if process.is_running()]
-    told = document(tallies, len(left), f"scripts/soak --minutes {options.minutes:g}")
-    told["what"] += (
-        f": {sum(load.outcomes.values())} requests by {CLIENTS} clients ({dict(load.outcomes)}), "
-        f"{len(load.lost)} lost connections, "
+    outcomes = ", ".join(f"{count} {name}" for name, count in load.outcomes.items())
+    what = (
+        f"recovery from faults under mixed load: {load.outcomes.total()} requests by {CLIENTS} clients "
+        f"({outcomes}), {len(load.lost)} lost connections, "
         f"{len(watch.backwards)} counters that went backwards; supervisor {before[0] >> 20} -> {after[0] >> 20} MiB, "
         f"{before[1]} -> {after[1]} open files"
     )
+    say(what)
+    rows = rows_of(tallies, len(left))
     if options.write:
-        (ROOT / "docs" / "results" / "reliability-cpu.json").write_text(json.dumps(told, indent=1) + "\n")
-    sys.stdout.write(json.dumps(told, indent=1) + "\n")
+        write_result(RESULT, what=what, command=f"scripts/soak --minutes {options.minutes:g}", rows=rows)
+    sys.stdout.write(json.dumps(rows, indent=1) + "\n")
     for line in [*load.corrupted, *load.lost, *watch.backwards, *map(str, left)]:
         say(line)
     unrecovered = any(tally.recovered < tally.runs for tally in tallies.values())

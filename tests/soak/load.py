@@ -97,16 +97,18 @@ class Load:
         if rest or not bodies or not all(event.startswith(b"data: ") for event in events):
             self.corrupted.append(f"stream is no row of events: ends with {data[-60:]!r}")
             return False
-        if bodies[-1] == b"[DONE]":
-            usage = [parsed["usage"] for parsed in map(json.loads, bodies[:-1]) if parsed.get("usage")]
-            if not usage or usage[-1]["completion_tokens"] != tokens:
-                self.corrupted.append(f"stream is complete but for its tokens: {usage[-1:]} of {tokens}")
-                return False
-            return self._count("complete")
-        if "error" in json.loads(bodies[-1]):
+        finished = bodies[-1] == b"[DONE]"
+        parsed = [json.loads(body) for body in (bodies[:-1] if finished else bodies)]
+        if parsed and "error" in parsed[-1]:  # vLLM's own errors have [DONE] after them
             return self._count("error event")
-        self.corrupted.append(f"stream ended without [DONE] and without an error: {bodies[-1][:80]!r}")
-        return False
+        if not finished:
+            self.corrupted.append(f"stream ended without [DONE] and without an error: {bodies[-1][:80]!r}")
+            return False
+        usage = [event["usage"] for event in parsed if event.get("usage")]
+        if not usage or usage[-1]["completion_tokens"] != tokens:
+            self.corrupted.append(f"stream is complete but for its tokens: {usage[-1:]} of {tokens}; {data[-300:]!r}")
+            return False
+        return self._count("complete")
 
     async def _whole(self, session: aiohttp.ClientSession) -> bool:
         async with session.post("/v1/completions", json=self._body(16)) as answer:

@@ -6,13 +6,29 @@ from pathlib import Path
 import pytest
 
 from mjolnir.bench import tables
+from mjolnir.bench.kernel_tables import replace_section
 
 DOCS = Path(__file__).parents[2] / "docs"
-FILES = sorted([*(DOCS / "results").glob("*.json"), *(DOCS / "results").glob("proxy/*.json")])
+FOLDERS = ("*.json", "proxy/*.json", "reliability/*.json")
+FILES = sorted(path for folder in FOLDERS for path in (DOCS / "results").glob(folder))
 
 
 def test_page_is_generated_from_the_files() -> None:
     assert (DOCS / "results.md").read_text() == tables.render(DOCS / "results"), "run scripts/bench tables"
+
+
+def test_reliability_page_has_the_figures_of_its_file() -> None:
+    page = (DOCS / "reliability.md").read_text()
+    assert page == replace_section(page, tables.render_reliability(DOCS / "results")), "run scripts/bench tables"
+
+
+def test_the_soak_has_lost_nothing() -> None:
+    (path,) = (DOCS / "results" / "reliability").glob("*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert sum(row["runs"] for row in rows) >= 16
+    for row in rows:
+        assert row["recovered"] == row["runs"], row
+        assert row["streams corrupted"] == row["processes left"] == 0, row
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
