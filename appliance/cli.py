@@ -178,6 +178,39 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command()
+def precompile(
+    arch: Annotated[str, typer.Option(help="Architecture to compile for: sm_110a (Thor), sm_90a.")],
+    out: Annotated[Path, typer.Option(help="Directory that MJOLNIR_ATTN_KERNEL_CACHE names on the board.")],
+    shapes: Annotated[str, typer.Option(help="HEADSxKV_HEADSxHEAD_SIZE,... of the models.")],
+    page: Annotated[str, typer.Option(help="Tokens of a page.")] = "16",
+    kv: Annotated[str, typer.Option(help="Formats of the cache: fp8, e2m3.")] = "fp8",
+    q_len: Annotated[int, typer.Option(help="Most query tokens of a request: 1 + draft tokens.")] = 1,
+    max_num_seqs: Annotated[int, typer.Option(help="Most requests of a step, as the engine's.")] = 256,
+    dtype: Annotated[str, typer.Option(help="The model's: bf16 or fp16.")] = "bf16",
+    workers: Annotated[int, typer.Option(help="Threads that compile.")] = 2,
+) -> None:
+    """Compile T5's kernels for a board ahead of time; this machine needs no GPU.
+
+    Exit code 0: the directory holds all of them; 2: an option or the directory can't be used.
+    """
+    with _kernel_errors():
+        from mjolnir.bench import precompile as ahead  # noqa: PLC0415
+
+        count = ahead.main(
+            arch,
+            out,
+            shapes=shapes,
+            page=page,
+            kv=kv,
+            q_len=q_len,
+            max_num_seqs=max_num_seqs,
+            dtype=dtype,
+            workers=workers,
+        )
+    sys.stdout.write(f"{out}: {count} kernels for {arch}\n")
+
+
 @bench_app.command()
 def kernel(
     shapes: Annotated[
@@ -199,10 +232,10 @@ def kernel(
     Exit code 0: measured; 1: T5 gave a wrong result or failed; 2: an option or the device can't be used.
     """
     with _kernel_errors():
-        from mjolnir.bench import kernel_decode  # noqa: PLC0415
+        from mjolnir.bench import kernel_cells, kernel_decode  # noqa: PLC0415
 
         right = kernel_decode.main(
-            kernel_decode.parse_cells(shapes, q_len, page, cells, layout, kv),
+            kernel_cells.parse_cells(shapes, q_len, page, cells, layout, kv),
             peers=peers,
             out=out,
             seconds=float("inf") if time_budget is None else time_budget,

@@ -6,11 +6,10 @@ candidate; the one that comes nearest to reading at full speed, by geometric mea
 """
 
 import argparse
-import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,14 @@ from typing import Any
 import torch
 
 from mjolnir.bench.graph_timing import ReadCeiling, driver_version
-from mjolnir.bench.kernel_decode import (
-    Cell,
-    Shape,
-    compile_ahead,
-    geometric_mean,
-    make_pool,
-    measure,
-    uniform,
-)
+from mjolnir.bench.kernel_cells import KV_FORMATS, Cell, Shape, uniform
+from mjolnir.bench.kernel_decode import compile_ahead, make_pool, measure
+from mjolnir.bench.kernel_rows import geometric_mean
 from mjolnir.bench.results import write_result
 from mjolnir.bench.verify import usable_device
 from mjolnir.kernels.stream_runner import StreamRunner
 from mjolnir.kernels.tuning import TUNED, StreamTuning
+from mjolnir.runner import HEAD_SIZES
 
 BATCHES = tuple(uniform(*pair) for pair in ((1, 4096), (1, 131072), (16, 4096), (64, 2048)))
 
@@ -72,8 +66,18 @@ CLASSES = (
 )
 
 
-def candidates(kind: Class) -> Iterator[StreamTuning]:
-    """Configurations worth a try for a class."""
+def candidates(kind: Class, arch: str) -> Iterator[StreamTuning]:
+    """Configurations worth a try for a class on an architecture, ``sm_90`` and the like."""
+    yield from dict.fromkeys(_stream_candidates(kind))
+    d, rows = kind.shape.head_size, kind.query_rows
+    if d > 64 and kind.kv_format == "fp8" and rows > 8:
+        for programs, cap in ((2, None), (3, 168)):
+            yield StreamTuning(kernel="wide", rows=rows, programs_per_sm=programs, max_registers=cap)
+    if d > 64 and kind.kv_format == "fp8" and arch == "sm_90":
+        yield from _wgmma_candidates(kind)
+
+
+def _stream_candidates(kind: Class) -> Iterator[StreamTuning]:
     d, rows = kind.shape.head_size, kind.query_rows
     # Warps, programs side by side, cap of registers: what fits the 64 Ki registers of an SM.
     fits = (
@@ -83,37 +87,56 @@ def candidates(kind: Class) -> Iterator[StreamTuning]:
     )
     height = 8 if rows <= 8 or d == 256 else 16
     groups = max(1, rows // height)
-    tokens = (32,) if d == 64 else (16,)
-    for (warps, programs, cap), t in itertools.product(fits, tokens):
+    tokens = 32 if d == 64 else 16
+    for warps, programs, cap in fits:
         if groups > warps or (groups == warps and kind.kv_format == "fp8" and d != 64):
             continue
         tuning = StreamTuning(
-            warps=warps, row_groups=groups, rows=height, tokens=t, programs_per_sm=programs, max_registers=cap
+            warps=warps, row_groups=groups, rows=height, tokens=tokens, programs_per_sm=programs, max_registers=cap
         )
         yield tuning
         if rows <= 8:
             yield replace(tuning, least_tiles=4)
     if groups == 4:
-        yield StreamTuning(warps=4, row_groups=4, rows=height, tokens=tokens[0])
-    if d > 64 and kind.kv_format == "fp8":
-        for programs, cap in ((2, None), (3, 168)):
-            yield StreamTuning(wide=True, rows=rows, programs_per_sm=programs, max_registers=cap)
+        yield StreamTuning(warps=4, row_groups=4, rows=height, tokens=tokens)
 
 
-def tune(device: torch.device, seconds: float) -> list[dict[str, Any]]:
-    """Measure all classes; those that the time does not suffice for are left out."""
-    cells = {kind: [Cell(kind.shape, b, kind.q_len, kv_format=kind.kv_format) for b in BATCHES] for kind in CLASSES}
-    compile_ahead((cell, tuning) for kind in CLASSES for cell in cells[kind] for tuning in candidates(kind))
+def _wgmma_candidates(kind: Class) -> Iterator[StreamTuning]:
+    # Tokens of a tile, stages, programs side by side, cap of registers, fewest tiles of a program: what fits 64 Ki
+    # registers and 227 KiB.
+    fits: tuple[tuple[int, int, int, int | None, int], ...] = (
+        (64, 2, 2, None, 1),
+        (64, 2, 3, 168, 1),
+        (64, 2, 3, 168, 2),
+        (64, 2, 4, 128, 1),
+        (64, 2, 4, 128, 2),
+        (64, 3, 3, 168, 1),
+        (64, 3, 3, 168, 2),
+        (128, 2, 2, None, 1),
+    )
+    if kind.shape.head_size == 256:
+        fits = ((64, 2, 2, None, 1), (64, 2, 2, None, 2))
+    for tokens, stages, programs, cap, least in fits:
+        yield StreamTuning(
+            kernel="wgmma", rows=kind.query_rows, tokens=tokens, stages=stages, programs_per_sm=programs,
+            max_registers=cap, least_tiles=least,
+        )  # fmt: skip
+
+
+def tune(device: torch.device, arch: str, classes: Sequence[Class], seconds: float) -> list[dict[str, Any]]:
+    """Measure classes; those that the time does not suffice for are left out."""
+    cells = {kind: [Cell(kind.shape, b, kind.q_len, kv_format=kind.kv_format) for b in BATCHES] for kind in classes}
+    compile_ahead((cell, tuning) for kind in classes for cell in cells[kind] for tuning in candidates(kind, arch))
     pool = make_pool(device)
     ceiling = ReadCeiling(pool)
     deadline = time.monotonic() + seconds
     found = []
-    for kind in CLASSES:
+    for kind in classes:
         if time.monotonic() > deadline:
             sys.stderr.write(f"autotune: no time left for {kind}\n")
             continue
         tried = []
-        for tuning in candidates(kind):
+        for tuning in candidates(kind, arch):
             times = {cell.batch.name: _us(cell, tuning, pool) for cell in cells[kind]}
             if all(math.isfinite(us) for us in times.values()):
                 score = geometric_mean([ceiling.us(cell.bytes) / times[cell.batch.name] for cell in cells[kind]])
@@ -130,7 +153,7 @@ def tune(device: torch.device, seconds: float) -> list[dict[str, Any]]:
                 "query_rows": kind.query_rows,
                 "tuning": asdict(tuning),
                 "measured": {"shape": str(kind.shape), "q_len": kind.q_len, "us": times, "fraction": round(score, 3)},
-                "others": [{"tuning": _changed(t), "fraction": round(s, 3)} for s, t, _ in tried],
+                "others": [{"tuning": _changed(t), "fraction": round(s, 3), "us": us} for s, t, us in tried],
             }
         )
     return found
@@ -158,10 +181,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m mjolnir.bench.autotune", description=__doc__)
     parser.add_argument("--out", type=Path, help="file to write; default: that of this GPU's architecture")
     parser.add_argument("--time-budget", type=float, default=math.inf, help="seconds after which no class is begun")
+    parser.add_argument("--kv", choices=KV_FORMATS, help="only this KV format")
+    parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, help="only this head size")
     arguments = parser.parse_args()
     device = usable_device("cuda")
     major, minor = torch.cuda.get_device_capability()
-    rows = tune(device, arguments.time_budget)
+    classes = [
+        kind
+        for kind in CLASSES
+        if arguments.kv in (None, kind.kv_format) and arguments.head_size in (None, kind.shape.head_size)
+    ]
+    rows = tune(device, f"sm_{major}{minor}", classes, arguments.time_budget)
     write_result(
         arguments.out or TUNED / f"sm_{major}{minor}.json",
         what="Launch configurations of T5's kernels, and the microseconds of a step that chose them (page 16, L2-cold)",

@@ -8,36 +8,32 @@ kernel whose output is wrong gets no figure. The ceiling is the time of merely r
 import functools
 import math
 import os
-import statistics
 import sys
 import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from rich.table import Table
 
 from mjolnir.bench.graph_timing import ReadCeiling, Timer, driver_version, rotated_buffers, time_launches
+from mjolnir.bench.kernel_cells import LAYOUTS, POOL_BYTES, Cell, Shape, uniform
 from mjolnir.bench.kernel_peers import Builder, Launch, importable, peer_versions
+from mjolnir.bench.kernel_rows import T5, Measurement, Row, compared, place_of, progress, row, summary, table
 from mjolnir.bench.results import versions, write_result
 from mjolnir.bench.verify import Factory, attention, t5_runner, usable_device, wide_console
 from mjolnir.errors import ConfigurationError
 from mjolnir.layouts import split_kv
 from mjolnir.reference import e2m3
-from mjolnir.runner import HEAD_SIZES, PAGE_SIZES, DecodeRunner, RunnerConfig
+from mjolnir.runner import DecodeRunner
 
 if TYPE_CHECKING:
     from mjolnir.kernels.compiler import KernelVariant
     from mjolnir.kernels.tuning import StreamTuning
 
-POOL_BYTES = 1 << 31
-LAYOUTS = {"NHD": "BNH2D", "HND": "BHN2D"}
-KV_FORMATS = ("fp8", "e2m3")
-T5 = "T5"
 
 Q_DESCALE = 2.0  # a power of two: the bf16 query is exactly what the fp8 query stands for
 DESCALES = {"fp8": (0.7, 1.3), "e2m3": (0.2, 0.4)}  # of K and V; any bytes make larger e2m3 than e4m3 values
@@ -48,127 +44,6 @@ LARGEST_ERROR = 1e-2
 LARGEST_PEER_ERROR = 1e-1
 CONTEXT_LOST = ("CUDA error", "Triton Error [CUDA]", "illegal memory access")  # every later call fails likewise
 MOST_FAILURES = 2  # of a peer with one head shape and q_len, after which it is left out there
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Heads of an attention layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-
-    def __str__(self) -> str:
-        return f"{self.num_heads}x{self.num_kv_heads}x{self.head_size}"
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Sequences of a step, by their lengths in tokens."""
-
-    name: str
-    lengths: tuple[int, ...]
-
-
-def uniform(sequences: int, context: int) -> Batch:
-    """A batch of sequences of one length."""
-    return Batch(f"{sequences}x{context}", (context,) * sequences)
-
-
-SHAPES = (Shape(32, 8, 128), Shape(24, 4, 256), Shape(64, 8, 128), Shape(9, 3, 64))
-SKEWED = Batch("1x131072+31x1024", (131072, *(1024,) * 31))
-BALANCED = Batch("32x5088", (5088,) * 32)  # as many tokens
-UNIFORM = tuple(
-    uniform(*pair)
-    for pair in ((1, 4096), (1, 32768), (1, 131072), (4, 8192), (4, 32768), (16, 4096), (16, 16384), (64, 2048))
-)
-BATCHES = {
-    "all": (*UNIFORM, SKEWED, BALANCED),
-    "quick": (UNIFORM[0], UNIFORM[4], UNIFORM[7]),
-    "skewed": (SKEWED, BALANCED),
-}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What is measured: one decode step.
-
-    Attributes:
-        shape: its heads.
-        batch: its sequences.
-        q_len: query tokens of each sequence.
-        page_size: tokens of a page.
-        layout: ``NHD`` or ``HND``, order of a page's dimensions; K and V of a token are side by side.
-        kv_format: ``fp8`` or ``e2m3``.
-    """
-
-    shape: Shape
-    batch: Batch
-    q_len: int = 1
-    page_size: int = 16
-    layout: str = "NHD"
-    kv_format: str = "fp8"
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of K, or of V."""
-        return self.shape.head_size if self.kv_format == "fp8" else e2m3.row_bytes(self.shape.head_size)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page."""
-        return self.page_size * self.shape.num_kv_heads * 2 * self.row_bytes
-
-    @property
-    def footprint(self) -> int:
-        """Bytes of the pages that hold the cell."""
-        return sum(-(-length // self.page_size) for length in self.batch.lengths) * self.page_bytes
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of K and V that a step must read."""
-        return sum(self.batch.lengths) * self.shape.num_kv_heads * 2 * self.row_bytes
-
-    def config(self, device: torch.device) -> RunnerConfig:
-        """The configuration of a runner for this cell."""
-        shape = self.shape
-        return RunnerConfig(
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_size,
-            self.page_size,
-            torch.bfloat16,
-            len(self.batch.lengths),
-            device,
-            max_q_len=self.q_len,
-            q_dtype="bf16",
-            kv_format=self.kv_format,
-        )
-
-    def __str__(self) -> str:
-        pages = f"pages of {self.page_size} {self.layout} {self.kv_format}"
-        return f"{self.shape} {self.batch.name} q_len {self.q_len} {pages}"
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What a kernel gave in a cell.
-
-    Attributes:
-        us: median time of a launch; None where the output is wrong or the kernel failed.
-        low_us: least.
-        high_us: most.
-        relative_error: ‖out - expected‖ / ‖expected‖.
-        fault: why there is no time; empty where there is.
-    """
-
-    us: float | None = None
-    low_us: float | None = None
-    high_us: float | None = None
-    relative_error: float | None = None
-    fault: str = ""
 
 
 class Workload:
@@ -350,121 +225,6 @@ class KernelBench:
             return Measurement(fault=f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200])
 
 
-def row(cell: Cell, kernel: str, measurement: Measurement, ceiling_us: float) -> Row:
-    """One kernel's figures in one cell."""
-    us = measurement.us
-    figures: Row = {
-        "shape": str(cell.shape),
-        "batch": cell.batch.name,
-        "q_len": cell.q_len,
-        "page_size": cell.page_size,
-        "layout": cell.layout,
-        "kv": cell.kv_format,
-        "bytes": cell.bytes,
-        "kernel": kernel,
-        "us": _rounded(us, 2),
-        "low_us": _rounded(measurement.low_us, 2),
-        "high_us": _rounded(measurement.high_us, 2),
-        "ceiling_us": round(ceiling_us, 2),
-        "of_ceiling": None if us is None else round(ceiling_us / us, 3),
-        "relative_error": _rounded(measurement.relative_error, 6),
-    }
-    return {**figures, "fault": measurement.fault} if measurement.fault else figures
-
-
-def compared(rows: Sequence[Row]) -> list[Row]:
-    """The rows, T5's with what they are compared to: ``ratio`` is the other's time over T5's, above 1 in T5's favour.
-
-    Over an fp8 cache the other is the best peer in the same cell, ``best_peer``; over an e2m3 cache it is T5 over
-    an fp8 cache. ``of_balanced`` is T5's time for the balanced batch over that for the skewed one.
-    """
-    times = {(*_place(row), row["kv"], row["kernel"]): row["us"] for row in rows if row["us"] is not None}
-    result = []
-    for original in rows:
-        row = dict(original)
-        if row["kernel"] == T5 and row["us"] is not None:
-            place = _place(row)
-            row |= _against_other(times, place, row)
-            balanced = times.get((place[0], BALANCED.name, *place[2:], row["kv"], T5))
-            if row["batch"] == SKEWED.name and balanced:
-                row["of_balanced"] = round(balanced / row["us"], 3)
-        result.append(row)
-    return result
-
-
-def summary(rows: Sequence[Row]) -> list[str]:
-    """Geometric means of what `compared` found, one line each."""
-    ours = [row for row in compared(rows) if row["kernel"] == T5]
-    fp8 = [row for row in ours if row["kv"] == "fp8"]
-    lines = []
-    for q_len in sorted({row["q_len"] for row in ours}):
-        named: dict[str, list[Any]] = {
-            "of the read ceiling": [row.get("of_ceiling") for row in fp8 if row["q_len"] == q_len],
-            "times as fast as the best peer": [row.get("ratio") for row in fp8 if row["q_len"] == q_len],
-            "times as fast, each at its best page size and layout": _at_their_best(rows, q_len),
-            "times as fast over e2m3 as over fp8": [
-                row.get("ratio") for row in ours if row["kv"] == "e2m3" and row["q_len"] == q_len
-            ],
-            "of the balanced batch's speed on the skewed one": [
-                row.get("of_balanced") for row in fp8 if row["q_len"] == q_len
-            ],
-        }
-        for what, values in named.items():
-            known = [value for value in values if value is not None]
-            if known:
-                mean, span = geometric_mean(known), f"{min(known):.2f} to {max(known):.2f}"
-                lines.append(f"q_len {q_len}: T5 {mean:.2f} {what} (geometric mean of {len(known)}: {span})")
-    return lines
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Geometric mean of positive numbers."""
-    return math.exp(statistics.fmean(math.log(value) for value in values))
-
-
-def table(rows: Sequence[Row]) -> Table:
-    """T5's rows for a terminal."""
-    columns = ("shape", "batch", "q_len", "page_size", "layout", "kv", "us", "of_ceiling", "best_peer", "best_peer_us")
-    rendered = Table(*(column.replace("_", " ") for column in columns), "ratio", "error", box=None)
-    for row in compared(rows):
-        if row["kernel"] == T5:
-            error = "" if row["relative_error"] is None else f"{row['relative_error']:.1e}"
-            values = [_cell(row.get(column)) for column in (*columns, "ratio")]
-            rendered.add_row(*values, f"[red]{row['fault']}[/]" if row.get("fault") else error)
-    return rendered
-
-
-def parse_cells(
-    shapes: str = "",
-    q_len: str = "1,4",
-    page: str = "16,128",
-    cells: str = "all",
-    layout: str = "NHD",
-    kv: str = "fp8,e2m3",
-) -> list[Cell]:
-    """Cells from a command line's words; for each head shape the batches come innermost.
-
-    Raises:
-        ConfigurationError: a word that can't be used.
-    """
-    if cells not in BATCHES:
-        raise ConfigurationError(f"--cells {cells}: accepted: {', '.join(BATCHES)}")
-    heads: Sequence[Shape] = _words("--shapes", shapes, _shape) if shapes else SHAPES
-    parsed = [
-        Cell(shape, batch, q, page_size, order, kv_format)
-        for shape in heads
-        for q in _words("--q-len", q_len, lambda word: _number(word, range(1, 33)))
-        for page_size in _words("--page", page, lambda word: _number(word, PAGE_SIZES))
-        for order in _words("--layout", layout, lambda word: _choice(word, tuple(LAYOUTS)))
-        for kv_format in _words("--kv", kv, lambda word: _choice(word, KV_FORMATS))
-        for batch in BATCHES[cells]
-    ]
-    for cell in parsed:
-        if 2 * cell.footprint > POOL_BYTES:
-            raise ConfigurationError(f"{cell}: {cell.footprint} bytes; accepted: {POOL_BYTES // 2}, half of the pool")
-    return parsed
-
-
 def main(cells: Sequence[Cell], *, peers: str, out: Path | None, seconds: float, command: str) -> bool:
     """Measure cells on this machine's GPU; the table goes to standard output, all else to standard error.
 
@@ -524,17 +284,9 @@ def accepted_cells(cells: Sequence[Cell], factory: Factory, device: torch.device
     return [cell for cell in cells if cell.kv_format not in refused], list(refused.values())
 
 
-def progress(rows: Sequence[Row]) -> str:
-    """A cell's rows in one line."""
-    place = rows[0]
-    figures = ", ".join(f"{row['kernel']} {row.get('fault') or row['us']}" for row in rows)
-    pages = f"pages of {place['page_size']} {place['layout']} {place['kv']}"
-    return f"{place['shape']} {place['batch']} q_len {place['q_len']} {pages}: us: {figures}"
-
-
 def write(out: Path, rows: Sequence[Row], *, command: str, cells: int, missing: Mapping[str, str]) -> None:
     """Write what there is so far as a result file."""
-    measured = len({(*_place(row), row["kv"]) for row in rows})
+    measured = len({(*place_of(row), row["kv"]) for row in rows})
     write_result(
         out,
         what="paged decode attention on a GPU, T5 beside existing kernels: medians over CUDA graph replays, nothing in "
@@ -558,64 +310,6 @@ def _all_timed(rows: Sequence[Row]) -> bool:
     return not any(words in row.get("fault", "") for row in rows for words in CONTEXT_LOST)
 
 
-def _words(option: str, text: str, parse: Callable[[str], Any]) -> list[Any]:
-    """What ``parse`` makes of each word between commas; it raises ValueError with what is accepted."""
-    try:
-        return [parse(word.strip()) for word in text.split(",")]
-    except ValueError as error:
-        raise ConfigurationError(f"{option} {text}: {error}") from None
-
-
-def _shape(word: str) -> Shape:
-    parts = word.split("x")
-    if len(parts) == 3 and all(part.isdecimal() and int(part) for part in parts):
-        shape = Shape(*map(int, parts))
-        if shape.num_heads % shape.num_kv_heads == 0 and shape.head_size in HEAD_SIZES:
-            return shape
-    sizes = ", ".join(map(str, HEAD_SIZES))
-    raise ValueError(f"accepted: HEADSxKV_HEADSxHEAD_SIZE as 32x8x128, whole heads a KV head, head sizes {sizes}")
-
-
-def _number(word: str, accepted: Sequence[int]) -> int:
-    if word.isdecimal() and int(word) in accepted:
-        return int(word)
-    span = f"{accepted[0]} to {accepted[-1]}" if isinstance(accepted, range) else ", ".join(map(str, accepted))
-    raise ValueError(f"accepted: {span}")
-
-
-def _choice(word: str, accepted: Sequence[str]) -> str:
-    if word not in accepted:
-        raise ValueError(f"accepted: {', '.join(accepted)}")
-    return word
-
-
-def _place(row: Row) -> tuple[Any, ...]:
-    return row["shape"], row["batch"], row["q_len"], row["page_size"], row["layout"]
-
-
-def _against_other(times: Mapping[tuple[Any, ...], float], place: tuple[Any, ...], row: Row) -> Row:
-    if row["kv"] == "fp8":
-        others = {key[-1]: us for key, us in times.items() if key[:-2] == place and key[-2] == "fp8" and key[-1] != T5}
-    else:
-        known = times.get((*place, "fp8", T5))
-        others = {} if known is None else {"T5 over fp8": known}
-    if not others:
-        return {}
-    best = min(others, key=lambda name: others[name])
-    return {"best_peer": best, "best_peer_us": others[best], "ratio": round(others[best] / row["us"], 3)}
-
-
-def _at_their_best(rows: Sequence[Row], q_len: int) -> list[float]:
-    """Best peer's time over T5's for each shape and batch, each at its best page size and layout."""
-    best: dict[tuple[str, str, bool], float] = defaultdict(lambda: math.inf)
-    for row in rows:
-        if row["kv"] == "fp8" and row["q_len"] == q_len and row["us"] is not None:
-            key = row["shape"], row["batch"], row["kernel"] == T5
-            best[key] = min(best[key], row["us"])
-    ours = {key[:2]: us for key, us in best.items() if key[2]}
-    return [best[*key, False] / us for key, us in ours.items() if (*key, False) in best]
-
-
 def _block_table(pages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """(num_seqs, max_blocks) int32 of a flat list of pages; 0 past a sequence's end."""
     table = torch.zeros((len(counts), int(counts.max())), dtype=torch.int32, device=pages.device)
@@ -625,11 +319,3 @@ def _block_table(pages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def _distance(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float((out - expected).norm() / expected.norm())
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    return round(value, digits) if value is not None and math.isfinite(value) else None
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else str(value)

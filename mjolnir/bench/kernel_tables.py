@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mjolnir.bench.kernel_decode import T5, UNIFORM, geometric_mean
+from mjolnir.bench.kernel_cells import UNIFORM
+from mjolnir.bench.kernel_rows import T5, geometric_mean
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 

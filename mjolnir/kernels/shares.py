@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
+meet = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -244,7 +244,7 @@ def finish(
         if MERGE_HERE:
             first = _program_of(pair_begin, line, sharing)
             count = _program_of(pair_begin + seq_tiles - 1, line, sharing) - first + 1
-            _barrier()
+            meet()
             arrived = gl.atomic_add(ARRIVED + seq * (KV_HEADS * Q_TILES) + pair, 1, sem="acq_rel")
             if arrived == count - 1:
                 _merge(

@@ -142,6 +142,8 @@ class StreamRunner:
             ),
         )
         decode, merge = self._compiled.get(choice) or self._prepare(choice)
+        if shape.tuning.kernel == "wgmma":
+            k, v = k.view(torch.float8_e4m3fn), v.view(torch.float8_e4m3fn)
         scale_strides = (0, 0) if channels else _scale_strides(k_scale)
         lse = self._part_ml if lse is None else lse
         # grid: one program a stretch of the line of tiles

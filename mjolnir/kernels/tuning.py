@@ -19,15 +19,16 @@ class StreamTuning:
     Attributes:
         warps: warps of a program.
         row_groups: warps that share tokens, each with its own query rows.
-        rows: query rows of a warp, 8 or 16; of a program, from 8 to 64, where ``wide``.
-        tokens: KV tokens that a warp takes in a step, 16 or 32.
+        rows: query rows of a warp, 8 or 16; with the other kernels of a program, from 8 to 64.
+        tokens: KV tokens that a warp takes in a step, 16 or 32; with ``wgmma`` a program, 64 or 128.
         programs_per_sm: programs that run side by side on one SM.
         least_tiles: fewest tiles that are worth a program.
         max_registers: cap for the compiler, so that the programs fit; None for no cap.
         pdl: programmatic dependent launch.
         merge_here: the last program of a pair merges its pieces, else a second launch does; None chooses by the
             number of pieces.
-        wide: the kernel whose warps share tokens and rows; head sizes 128 and 256, e4m3 only.
+        kernel: ``stream``; or, for head sizes 128 and 256 with e4m3, ``wide``, and on Hopper ``wgmma``.
+        stages: tiles of K and V that ``wgmma`` keeps in shared memory.
     """
 
     warps: int = 4
@@ -39,7 +40,8 @@ class StreamTuning:
     max_registers: int | None = None
     pdl: bool = True
     merge_here: bool | None = None
-    wide: bool = False
+    kernel: str = "stream"
+    stages: int = 2
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from mjolnir.kernels.compiler import KernelVariant
 from mjolnir.kernels.shares import merge_kernel
 from mjolnir.kernels.stream import stream_kernel
 from mjolnir.kernels.tuning import StreamTuning, stream_tuning
+from mjolnir.kernels.wgmma import wgmma_kernel
 from mjolnir.kernels.wide import wide_kernel
 from mjolnir.runner import RunnerConfig
 
@@ -93,7 +94,9 @@ class Shape:
     def tile(self) -> int:
         """KV tokens of a tile."""
         tuning = self.tuning
-        return WIDE_TILE if tuning.wide else tuning.warps // tuning.row_groups * tuning.tokens
+        if tuning.kernel == "wide":
+            return WIDE_TILE
+        return tuning.tokens if tuning.kernel == "wgmma" else tuning.warps // tuning.row_groups * tuning.tokens
 
     def merge_here(self, num_seqs: int) -> bool:
         """Whether the decode kernel merges pieces itself, by the size of the batch."""
@@ -122,12 +125,18 @@ def siblings(choice: Choice, shapes: dict[int, Shape]) -> Iterator[Choice]:
 def decode_variant(shape: Shape, choice: Choice) -> KernelVariant:
     """The decode kernel's variant."""
     tuning = shape.tuning
-    constants = _constants(shape, choice) | (_wide(shape) if tuning.wide else _stream(shape, choice))
+    kernel, own = {
+        "stream": (stream_kernel, _stream),
+        "wide": (wide_kernel, _wide),
+        "wgmma": (wgmma_kernel, _wgmma),
+    }[tuning.kernel]
+    constants = _constants(shape, choice) | own(shape, choice)
+    cache = "*fp8e4nv" if tuning.kernel == "wgmma" else "*i32"
     out = TRITON_TYPES[shape.config.out_dtype]
     arguments = {
         "Q": f"*{TRITON_TYPES[choice.q_dtype]}",
-        "K": "*i32",
-        "V": "*i32",
+        "K": cache,
+        "V": cache,
         "OUT": f"*{out}",
         "BLOCK_TABLE": "*i32",
         "SEQ_LENS": "*i32",
@@ -145,7 +154,7 @@ def decode_variant(shape: Shape, choice: Choice) -> KernelVariant:
         "scale_head_stride": "i32",
     }
     return KernelVariant(
-        wide_kernel if tuning.wide else stream_kernel,
+        kernel,
         tuple(arguments.items()),
         tuple(constants.items()),
         label=_label(shape, choice) + (", merging" if choice.merge_here else ""),
@@ -244,7 +253,7 @@ def _constants(shape: Shape, choice: Choice) -> dict[str, Any]:
     }
 
 
-def _wide(shape: Shape) -> dict[str, Any]:
+def _wide(shape: Shape, _choice: Choice) -> dict[str, Any]:
     d = shape.config.head_size
     return {
         "ROWS": shape.rows,
@@ -254,6 +263,22 @@ def _wide(shape: Shape) -> dict[str, Any]:
         # Swizzled so that neither a row of weights nor a column of the query meets a bank twice.
         "Q_SHARED": gl.SwizzledSharedLayout(8, 1, 8, [1, 0]),
         "P_SHARED": gl.SwizzledSharedLayout(8, 1, max(1, shape.rows // 8), [1, 0]),
+    }
+
+
+def _wgmma(shape: Shape, _choice: Choice) -> dict[str, Any]:
+    d, rows, tuning = shape.config.head_size, shape.rows, shape.tuning
+    across = d // 16  # lanes along a row, 16 bytes each
+    return {
+        "ROWS": rows,
+        "TILE": tuning.tokens,
+        "STAGES": tuning.stages,
+        "COPY": gl.BlockedLayout([1, 16], [32 // across, across], [tuning.warps, 1], [1, 0]),
+        "SCORES": gl.NVMMADistributedLayout([3, 0], [tuning.warps, 1], [16, rows, 32]),
+        "SUMS": gl.NVMMADistributedLayout([3, 0], [tuning.warps, 1], [16, rows, 16]),
+        "BYTES_SHARED": gl.NVMMASharedLayout(128, 8),
+        "PAIRS_SHARED": gl.NVMMASharedLayout(128, 16),
+        "P_SHARED": gl.NVMMASharedLayout(128, 16),
     }
 
 

@@ -465,6 +465,20 @@ OPS["dot_fma"] = mma_v2
 
 
 @op
+def warpgroup_mma(a: Any, b: Any, acc: Tensor, *, use_acc: Any = True, **_options: Any) -> Tensor:
+    """The left operand is a tensor or in shared memory, the right one in shared memory; done at once."""
+    if not isinstance(b, Shared):
+        raise TypeError("warpgroup_mma wants its right operand in shared memory")
+    a, b = (x.load() if isinstance(x, Shared) else x for x in (a, b))
+    return mma_v2(a, b, acc if bool(scalar(use_acc)) else acc.like(torch.zeros_like(acc.data)))
+
+
+@op
+def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Tensor] = ()) -> Any:
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+@op
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Tensor | tuple[Tensor, ...]:
@@ -605,7 +619,8 @@ def nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 OPS |= dict.fromkeys(
-    ("barrier", "thread_barrier", "debug_barrier", "assume", "static_print", "device_print"), nothing
+    ("barrier", "thread_barrier", "debug_barrier", "fence_async_shared", "assume", "static_print", "device_print"),
+    nothing,
 ) | dict.fromkeys(
     ("convert_layout", "set_auto_layout", "multiple_of", "max_contiguous", "max_constancy"), lambda x, *_, **__: x
 )
@@ -615,7 +630,7 @@ OPS |= dict.fromkeys(
 
 
 class Shared:
-    """A block of shared memory; of what no program has stored, every bit is set, which is NaN for a float."""
+    """A block of shared memory, as bytes; of what no program has stored, every bit is set, which is NaN for a float."""
 
     def __init__(self, data: torch.Tensor, dtype: Any) -> None:
         self.data = data
@@ -628,22 +643,56 @@ class Shared:
     def permute(self, order: Sequence[int]) -> "Shared":
         return Shared(self.data.permute(tuple(order)), self.dtype)
 
+    def index(self, index: Any) -> "Shared":
+        return Shared(self.data[int(scalar(index).data)], self.dtype)
+
+    def _reinterpret(self, dtype: Any, shape: Sequence[int], _layout: Any) -> "Shared":
+        return Shared(self.data.view(MEMORY[dtype]).view(tuple(shape)), dtype)
+
     def store(self, value: Tensor) -> None:
         if value.shape != self.shape or value.dtype != self.dtype:
             raise ValueError(f"{value.dtype}{value.shape} stored in shared memory of {self.dtype}{self.shape}")
-        self.data.copy_(value.data)
+        self.data.copy_(value.data.to(self.data.dtype))
 
     def load(self, _layout: Any = None) -> Tensor:
-        return Tensor(self.data.clone(), self.dtype)
+        return Tensor(self.data.clone().to(CARRIER[self.dtype]), self.dtype)
 
 
 @op
 def allocate_shared_memory(dtype: Any, shape: Sequence[int], _layout: Any, value: Tensor | None = None) -> Shared:
-    data = torch.full(tuple(shape), float("nan"), dtype=torch.float16 if dtype == tl.float16 else torch.float32)
-    shared = Shared(data, dtype)
+    shared = Shared(torch.empty(tuple(shape), dtype=MEMORY[dtype]), dtype)
+    _poison(shared)
     if value is not None:
         shared.store(value)
     return shared
+
+
+def _poison(shared: Shared) -> None:
+    shared.data.copy_(torch.full(shared.data.shape, -1, dtype=BITS[shared.data.itemsize]).view(shared.data.dtype))
+
+
+@op
+def async_copy_global_to_shared(smem: Shared, pointer: Tensor, mask: Any = None, **_hints: Any) -> None:
+    """Zeros where the mask is false. Until somebody waits for the copy's group, the memory is as if never stored to."""
+    if pointer.shape != smem.shape:
+        raise ValueError(f"a copy of {pointer.shape} to shared memory of {smem.shape}")
+    value = load(pointer, mask) if mask is None else load(pointer, mask, 0)
+    _poison(smem)
+    emulate.copies[-1].append((smem, value))
+
+
+@op
+def commit_group() -> None:
+    emulate.copies.append([])
+
+
+@op
+def wait_group(num_outstanding: int = 0) -> None:
+    """Copies that were not committed are not waited for."""
+    done = max(0, len(emulate.copies) - 1 - num_outstanding)
+    for smem, value in itertools.chain(*emulate.copies[:done]):
+        smem.store(value)
+    del emulate.copies[:done]
 
 
 # From Triton's names to ours
@@ -770,6 +819,7 @@ class Emulator:
         self.grid: tuple[int, ...] = (1, 1, 1)
         self.program: tuple[int, ...] = (0, 0, 0)
         self.num_warps: int = 4
+        self.copies: list[list[tuple[Shared, Tensor]]] = [[]]  # of shared memory, by group; the last is not committed
 
     def register_asm(self, text: str, function: Callable[..., Sequence[torch.Tensor]]) -> None:
         """Give an inline asm text (white space aside) its meaning: torch tensors in, a tuple of tensors out.
@@ -800,6 +850,7 @@ class Emulator:
         function = as_python(kernel.fn)
         for z, y, x in itertools.product(*(range(size) for size in reversed(self.grid))):
             self.program = (x, y, z)
+            self.copies = [[]]
             try:
                 function(*bound.args, **bound.kwargs)
             except Exception as error:

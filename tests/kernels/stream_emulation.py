@@ -2,7 +2,7 @@
 
 import torch
 
-from mjolnir.kernels import fragments
+from mjolnir.kernels import fragments, wgmma
 from mjolnir.kernels.stream_runner import StreamRunner
 from tests.kernels.gluon_emulator import emulate
 
@@ -26,9 +26,15 @@ def _transposed_blocks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (blocks.transpose(2, 4).reshape(x.shape),)
 
 
+def _channels_apart(pairs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    codes = pairs.contiguous().view(torch.uint8).view(*pairs.shape, 2).view(torch.float8_e4m3fn)
+    return codes[..., 0].half(), codes[..., 1].half()
+
+
 emulate.register_asm(fragments.E4M3_TO_F16, _four_halves)
 emulate.register_asm(fragments.E2M3_TO_E4M3, _e4m3_words)
 emulate.register_asm(fragments.TRANSPOSE_8X8, _transposed_blocks)
+emulate.register_asm(wgmma.CHANNELS_APART, _channels_apart)
 
 
 def emulated_runner(config, *, num_sms=None, tuning=None) -> StreamRunner:

@@ -11,28 +11,21 @@ import torch
 from rich.console import Console
 
 from appliance import cli
-from mjolnir.bench import graph_timing, kernel_decode, kernel_peers
+from mjolnir.bench import graph_timing, kernel_cells, kernel_decode, kernel_peers, kernel_rows
 from mjolnir.bench.graph_timing import Timing, launches_of_graph, rotated_buffers
-from mjolnir.bench.kernel_decode import (
+from mjolnir.bench.kernel_cells import (
     BALANCED,
     BATCHES,
     SHAPES,
     SKEWED,
     Batch,
     Cell,
-    KernelBench,
-    Measurement,
     Shape,
-    Workload,
-    compared,
-    geometric_mean,
-    make_pool,
-    measure,
     parse_cells,
-    row,
-    summary,
     uniform,
 )
+from mjolnir.bench.kernel_decode import KernelBench, Workload, make_pool, measure
+from mjolnir.bench.kernel_rows import Measurement, compared, geometric_mean, row, summary
 from mjolnir.errors import ConfigurationError
 from mjolnir.reference import e2m3
 from mjolnir.reference.attention import paged_attention
@@ -117,7 +110,7 @@ def test_default_cells() -> None:
     assert [str(shape) for shape in SHAPES] == ["32x8x128", "24x4x256", "64x8x128", "9x3x64"]
     assert len(parse_cells()) == 2 * len(cells)
     assert [len(BATCHES[name]) for name in ("all", "quick", "skewed")] == [10, 3, 2]
-    assert all(2 * cell.footprint <= kernel_decode.POOL_BYTES for cell in parse_cells(layout="NHD,HND"))
+    assert all(2 * cell.footprint <= kernel_cells.POOL_BYTES for cell in parse_cells(layout="NHD,HND"))
     one = parse_cells("8x2x64", "3", "32", "skewed", "HND", "e2m3")
     assert one == [Cell(Shape(8, 2, 64), batch, 3, 32, "HND", "e2m3") for batch in (SKEWED, BALANCED)]
 
@@ -139,10 +132,10 @@ def test_launches_of_a_graph(estimate: float, buffers: int, launches: int) -> No
 
 def test_rotations_are_larger_than_the_l2_cache() -> None:
     for cell in parse_cells():
-        buffers = rotated_buffers(cell.footprint, kernel_decode.POOL_BYTES)
+        buffers = rotated_buffers(cell.footprint, kernel_cells.POOL_BYTES)
         # The smallest, e2m3 of one short sequence, ends at the bound of the number of buffers.
         assert buffers * cell.bytes >= (300e6 if cell.kv_format == "fp8" else 220e6)
-        assert buffers * cell.footprint <= kernel_decode.POOL_BYTES
+        assert buffers * cell.footprint <= kernel_cells.POOL_BYTES
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -301,7 +294,7 @@ def test_geometric_mean() -> None:
 def test_table() -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     wrong = row(Cell(SHAPES[3], uniform(4, 8192)), "T5", Measurement(relative_error=math.nan, fault="is wrong"), 4.7)
-    console.print(kernel_decode.table([*LONE, wrong]))
+    console.print(kernel_rows.table([*LONE, wrong]))
     lines = console.export_text().splitlines()
     assert len(lines) == 3
     assert " ".join(lines[1].split()) == "32x8x128 1x4096 1 16 NHD fp8 5.4 0.706 XQA 10.8 2.0 2.0e-03"
@@ -438,7 +431,7 @@ def test_command(monkeypatch, capsys, tmp_path, pool: torch.Tensor) -> None:
     monkeypatch.setattr(kernel_decode, "compile_ahead", list)
     monkeypatch.setattr(kernel_decode, "time_launches", StubTimer())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setitem(kernel_decode.BATCHES, "quick", (RAGGED,))
+    monkeypatch.setitem(kernel_cells.BATCHES, "quick", (RAGGED,))
     out = tmp_path / "kernel.json"
     words = ["--shapes", "6x2x64", "--page", "16", "--q-len", "1,2", "--cells", "quick", "--peers", "none"]
     assert run(monkeypatch, "bench", "kernel", *words, "--out", str(out)) == 0

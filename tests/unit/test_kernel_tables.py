@@ -21,7 +21,7 @@ def test_files_name_what_was_measured() -> None:
         assert "NVIDIA" in document["machine"]
         assert document["versions"].keys() >= {"torch", "triton"}
         assert document["command"].startswith("mjolnir bench kernel")
-    assert len(FILES) == 3
+    assert len(FILES) == 5
 
 
 def test_a_16_bit_query_is_more_accurate_than_every_peer() -> None:

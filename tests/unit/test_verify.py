@@ -9,13 +9,13 @@ import torch
 from typer.testing import CliRunner
 
 from appliance import cli
-from mjolnir.bench import verify
+from mjolnir.bench import verify, verify_cases
 from mjolnir.layouts import detect_layout
 from mjolnir.reference.attention import paged_attention
 from mjolnir.runner import RunnerConfig, create_runner
 
 CPU = torch.device("cpu")
-CASES = verify.covering()
+CASES = verify_cases.covering()
 
 
 class Wrapped:
@@ -51,9 +51,9 @@ def test_every_pair_of_values_occurs() -> None:
     found = {
         pair
         for case in CASES
-        for pair in itertools.combinations([(name, getattr(case, name)) for name in verify.DIMENSIONS], 2)
+        for pair in itertools.combinations([(name, getattr(case, name)) for name in verify_cases.DIMENSIONS], 2)
     }
-    wanted = itertools.combinations(verify.DIMENSIONS.items(), 2)
+    wanted = itertools.combinations(verify_cases.DIMENSIONS.items(), 2)
     assert len(found) == sum(len(first[1]) * len(second[1]) for first, second in wanted) == 385
 
 
@@ -64,16 +64,16 @@ def test_lengths_hold_the_awkward_ones() -> None:
     assert all(1 in case.lengths for case in single)
     beside_a_page = {length - case.page_size for case in CASES for length in case.lengths}
     assert {-1, 0, 1} <= beside_a_page
-    assert sum(verify.LONG in case.lengths for case in CASES) == 15
+    assert sum(verify_cases.LONG in case.lengths for case in CASES) == 15
 
 
-@pytest.mark.parametrize("layout", verify.DIMENSIONS["layout"])
+@pytest.mark.parametrize("layout", verify_cases.DIMENSIONS["layout"])
 def test_shape_of_a_layout(layout: str) -> None:
     assert detect_layout(verify.cache_shape(layout, 5, 3, 16, 64), 3, 16, 64) == layout
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if verify.LONG not in case.lengths][:6], ids=str)
-def test_reference_is_the_oracle(case: verify.Case) -> None:
+@pytest.mark.parametrize("case", [case for case in CASES if verify_cases.LONG not in case.lengths][:6], ids=str)
+def test_reference_is_the_oracle(case: verify_cases.Case) -> None:
     step = verify.Step(case, CPU)
     out, lse = step.expected("bf16")
     expected, expected_lse = paged_attention(
