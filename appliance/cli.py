@@ -52,6 +52,9 @@ def serve(
         str | None, typer.Option(help="vLLM attention backend.", show_default="MJOLNIR")
     ] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="Format of the KV cache.", show_default="fp8")] = None,
+    calibrate: Annotated[
+        bool | None, typer.Option("--calibrate", help="Make the scales of a 6-bit KV cache first if there are none.")
+    ] = None,
     kv_cache_gib: Annotated[int | None, typer.Option(help="Size of the KV cache, GiB.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer, tokens.")] = None,
     drain_seconds: Annotated[
@@ -109,6 +112,9 @@ def calibrate(
     percentile: Annotated[
         float, typer.Option(help="Share of values, in percent, that must not saturate; 100 is the maximum.")
     ] = 100.0,
+    turn: Annotated[
+        bool, typer.Option(help="Turn K and V by a Hadamard matrix before they are rounded: less error.")
+    ] = True,
     answer_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 96,
     max_model_len: Annotated[int, typer.Option(help="Longest prompt plus answer, tokens.")] = 2048,
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs to spread the model over.")] = 1,
@@ -121,12 +127,13 @@ def calibrate(
     An interrupted run goes on where it was when it is started again.
     """
     from appliance import settings  # noqa: PLC0415
-    from appliance.calibrate import Choices  # noqa: PLC0415
+    from appliance.calibrate import Choices, bar  # noqa: PLC0415
     from appliance.calibrate import calibrate as run  # noqa: PLC0415
 
     given = settings.load(model=model, cache_dir=cache_dir, offline=offline)
-    choices = Choices(out, prompts_file, percentile, answer_tokens, max_model_len, tensor_parallel_size)
-    report = run(given, choices)
+    choices = Choices(out, prompts_file, percentile, turn, answer_tokens, max_model_len, tensor_parallel_size)
+    with bar() as follow:
+        report = run(given, choices, follow)
     text = (
         json.dumps(report)
         if as_json

@@ -13,7 +13,7 @@ from appliance.settings import Settings
 from appliance.tracing import tracing
 from mjolnir import scales
 from mjolnir.errors import ScalesError
-from mjolnir.names import FP6_KV_DTYPE, KV_SCALES_VARIABLE, STATS_DIR_VARIABLE
+from mjolnir.names import FP6_KV_DTYPE, FP8_KV_DTYPES, KV_SCALES_VARIABLE, STATS_DIR_VARIABLE
 
 SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 
@@ -162,20 +162,32 @@ def kv_cache_dtype(settings: Settings) -> str:
 
 
 def scales_environment(settings: Settings, inherited: dict[str, str]) -> dict[str, str]:
-    """Environment that names the scale file of a 6-bit KV cache.
+    """Environment that names the scale file: of a 6-bit KV cache, or of an 8-bit one where the user names a file.
 
     Raises:
         SettingsError: there is none, or it can't be used.
     """
-    if kv_cache_dtype(settings) != FP6_KV_DTYPE:
-        return {}
     given = inherited.get(KV_SCALES_VARIABLE, "").strip()
+    dtype = kv_cache_dtype(settings)
+    if dtype != FP6_KV_DTYPE and not (given and dtype in FP8_KV_DTYPES):
+        return {}
     path = Path(given).expanduser() if given else scales.default_path(settings.cache_dir, settings.model)
     if not given and not path.exists():
         raise SettingsError(
             f"kv_cache_dtype={FP6_KV_DTYPE}: there are no scales for {settings.model}: {path} is missing; make it with "
-            f"`mjolnir calibrate --model {settings.model}`, or set {KV_SCALES_VARIABLE}"
+            f"`mjolnir calibrate --model {settings.model}`, or start with --calibrate, which does that first, or set "
+            f"{KV_SCALES_VARIABLE}"
         )
+    check_scales(settings, path)
+    return {KV_SCALES_VARIABLE: str(path.absolute())}
+
+
+def check_scales(settings: Settings, path: Path) -> None:
+    """Check that a scale file can be read, and that it was made for the model as far as its folder tells.
+
+    Raises:
+        SettingsError: it can't be used.
+    """
     try:
         file = scales.load(path)
         config = Path(settings.model).expanduser() / "config.json"
@@ -184,7 +196,6 @@ def scales_environment(settings: Settings, inherited: dict[str, str]) -> dict[st
             scales.check_model(str(path), file, served)
     except ScalesError as error:
         raise SettingsError(str(error)) from None
-    return {KV_SCALES_VARIABLE: str(path.absolute())}
 
 
 def _drop(environment: dict[str, str], names: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ ApplianceError
 ├── ModelError         a model folder that is missing, incomplete or corrupt
 ├── NoRoomError        not enough memory for a start now
 ├── DownloadError      a wheel that can't be had, or that is not the pinned one
+├── StoppedError       a calibration that was stopped and can go on
 └── EngineError        an engine that did not start or did not stay up
 """
 
@@ -36,6 +37,12 @@ class NoRoomError(ApplianceError):
 
 class DownloadError(ApplianceError):
     """A wheel that can't be had, or that is not the pinned one."""
+
+
+class StoppedError(ApplianceError):
+    """A calibration that was stopped by a signal; started again, it goes on where it was."""
+
+    exit_code = 130  # what a shell says of Ctrl-C
 
 
 class EngineError(ApplianceError):

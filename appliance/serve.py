@@ -17,8 +17,9 @@ from appliance.app import Appliance, Reporter, build_api
 from appliance.board import BoardSampler
 from appliance.board.nvml import Nvml
 from appliance.board_metrics import register_board
+from appliance.calibrate import calibrate_first
 from appliance.command import served_name
-from appliance.errors import ApplianceError, SettingsError
+from appliance.errors import ApplianceError, SettingsError, StoppedError
 from appliance.keys import build_gate
 from appliance.log import Redactor, logging_to, secrets_of
 from appliance.metrics import Metrics
@@ -62,6 +63,13 @@ def serve(settings: Settings) -> None:
         for line in profile_warnings(settings, environment):
             log.warning("%s", line)
         preflight.check_settings(settings)
+        if settings.calibrate:
+            listen(settings.host, settings.port).close()  # a port that is taken should show now, not in minutes
+            try:
+                calibrate_first(settings, environment)
+            except StoppedError as stopped:  # as any stop: nothing went wrong
+                log.info("%s", stopped)
+                return
         with listen(settings.host, settings.port) as listener:
             uvloop.run(_run(settings, environment, redactor, listener, terminal))
 

@@ -60,6 +60,7 @@ class Settings(BaseSettings):
         served_model_name: name that clients use for the model; empty means its folder's name or its hub id.
         attention_backend: vLLM attention backend; empty leaves the choice to vLLM.
         kv_cache_dtype: format of the KV cache.
+        calibrate: make the scale file of a 6-bit KV cache before the first start, where there is none.
         kv_cache_gib: size of the KV cache, GiB; unset means 1 on a CPU and vLLM's own choice on a GPU.
         max_model_len: longest prompt plus answer, tokens; unset means the model's own limit.
         start_timeout_seconds: how long a start may show no progress. A cold start may compile in silence for
@@ -109,6 +110,7 @@ class Settings(BaseSettings):
     served_model_name: str = ""
     attention_backend: str = "MJOLNIR"
     kv_cache_dtype: str = "fp8"
+    calibrate: bool = False
     kv_cache_gib: int | None = Field(None, ge=1)
     max_model_len: int | None = Field(None, ge=1)
     start_timeout_seconds: float = Field(1200.0, gt=0)

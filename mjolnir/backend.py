@@ -36,7 +36,8 @@ class BackendMixin(AttentionBackend):
     @classmethod
     def get_impl_cls(cls) -> type[Any]:
         """Our impl over the fallback's."""
-        return _composed("MjolnirImpl", ImplMixin, cls.base_backend.get_impl_cls())
+        base = cls.base_backend.get_impl_cls()
+        return _composed("MjolnirImpl", ImplMixin, base, base_impl=base)
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:

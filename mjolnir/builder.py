@@ -1,5 +1,6 @@
 """The metadata builder: once a step and attention group it decides who runs the step, and counts the decision."""
 
+import dataclasses
 import functools
 import logging
 import re
@@ -8,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mjolnir import banner, packed, telemetry
+from mjolnir import banner, packed, selftest, telemetry, tensor_scales
 from mjolnir.counters import GroupInfo
 from mjolnir.eligibility import ineligible_reason, kv_format
 from mjolnir.env import BackendSettings
 from mjolnir.metadata import MjolnirMetadata
 from mjolnir.names import FallbackReason
-from mjolnir.runner import DecodeRunner, RunnerConfig, create_runner
+from mjolnir.runner import PAGE_SIZES, DecodeRunner, RunnerConfig, create_runner
 from mjolnir.steps import Batch, FallbackStep, StepLimits, T5Step, classify
 
 if TYPE_CHECKING:
@@ -50,32 +51,61 @@ class BuilderMixin(AttentionMetadataBuilder):
         seen = packed.expanded_spec(kv_cache_spec, vllm_config.model_config.dtype) if self.packed else kv_cache_spec
         super().__init__(seen, layer_names, vllm_config, device, *args, **kwargs)
         self.settings = BackendSettings.from_env()
-        self._capturing = False
+        self._capturing = self._warm = False
         if self.settings.banner:
             banner.show_once(self.settings.config_name)
         if not self.settings.fused_draft:
             self.supports_draft_decode_metadata_update = False
         layers = attention_layers(vllm_config, layer_names)
         self.is_draft = _is_draft(layers)
+        self._tensor_scales = tensor_scales.of_group(vllm_config, layers)
         reason = ineligible_reason(kv_cache_spec, layers, vllm_config, device.type, self.settings)
         self.fixed_reason = _fixed_reason(reason, self.settings, self.is_draft)
-        if self.fixed_reason is not None:
-            # Captured as the fallback is: the class, which does not know the layers, may have promised more.
-            self.get_cudagraph_support = self._fallback_cudagraph_support  # type: ignore[method-assign]
-            if self.packed:
-                self.supports_draft_decode_metadata_update = False
         self.runner: DecodeRunner | None = None
         if self.fixed_reason is None:
-            self.runner = create_runner(_runner_config(kv_cache_spec, layers or {}, vllm_config, device, self.settings))
-            config = self.runner.config
-            self.limits = StepLimits(config.max_q_len, config.max_num_seqs, self.settings.noncausal, self.is_draft)
+            config = _runner_config(kv_cache_spec, layers or {}, vllm_config, device, self.settings, self.is_draft)
+            runner = create_runner(config)
+            reason = self._tested(runner)
         elif reason is None:
             reason = "MJOLNIR_ATTN_DRAFT_T5 is off"
+        self._promise(kv_cache_spec)
         self._announce(kv_cache_spec, reason or "")
+
+    def _tested(self, runner: DecodeRunner) -> str:
+        """Take a runner into use if it passes its self-test; else say why not, and leave the group on the fallback."""
+        outcome = selftest.run(runner, _token_major(self.vllm_config))
+        group = group_label(self.layer_names)
+        if outcome.failure:
+            self.fixed_reason = FallbackReason.INELIGIBLE
+            logger.error("Mjolnir: T5 is OFF for %s: %s. Decoding goes on without it.", group, outcome.failure)
+            return outcome.failure
+        logger.info(
+            "Mjolnir self-test of %s: %d steps, relative error at most %.2g, %.2f s, and %.2f s of compiling",
+            group,
+            outcome.steps,
+            outcome.error,
+            outcome.seconds,
+            outcome.compiling,
+        )
+        config = runner.config
+        self.limits = StepLimits(config.max_q_len, config.max_num_seqs, self.settings.noncausal, self.is_draft)
+        self.runner = runner
+        return ""
+
+    def _promise(self, spec: Any) -> None:
+        """Answer what this group can be captured as, now that its layers are known, which the class does not know."""
+        if self.fixed_reason is None:
+            base = self._fallback_cudagraph_support(self.vllm_config, spec)
+            promise = _t5_cudagraph_support(self.vllm_config, self.settings, base)
+            self.get_cudagraph_support = lambda vllm_config, kv_cache_spec: promise  # type: ignore[method-assign]
+            return
+        self.get_cudagraph_support = self._fallback_cudagraph_support  # type: ignore[method-assign]
+        if self.packed:
+            self.supports_draft_decode_metadata_update = False
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """What this group can be captured as; never more than is true for every step of it.
+        """What groups of a kind of page can be captured as; never more than is true for every step of them.
 
         Where T5 runs: uniform batches, since the grid is fixed for a query length. Not ALWAYS, even over a
         fallback that could: at replay a uniform step would be T5's, and the captured fallback kernels would find
@@ -84,15 +114,15 @@ class BuilderMixin(AttentionMetadataBuilder):
         base = cls._fallback_cudagraph_support(vllm_config, kv_cache_spec)
         settings = BackendSettings.from_env()
         device_type = vllm_config.device_config.device_type
+        spec = _kernel_spec(kv_cache_spec)
+        if ineligible_reason(spec, {}, vllm_config, device_type, settings) is not None:
+            return base
         # Which layers are in the group is not known here, so one that T5 can't run speaks for all.
         layers = dict(vllm_config.compilation_config.static_forward_context)
         layers = {name: layer for name, layer in layers.items() if hasattr(layer, "impl")}
-        wanted = _num_speculative_tokens(vllm_config) + 1
-        if ineligible_reason(kv_cache_spec, layers, vllm_config, device_type, settings) is not None:
-            return base
-        if 0 < settings.max_q_len < wanted or (not settings.noncausal and _parallel_drafting(vllm_config)):
-            return base
-        return type(base).UNIFORM_BATCH
+        if ineligible_reason(spec, layers, vllm_config, device_type, settings) is not None:
+            return _weaker(base, type(base).UNIFORM_BATCH)
+        return _t5_cudagraph_support(vllm_config, settings, base)
 
     @classmethod
     def _fallback_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -107,9 +137,13 @@ class BuilderMixin(AttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Metadata of one step, for T5 or for the fallback; the decision is counted."""
+        if self._tensor_scales is not None:
+            self._tensor_scales.put()
         step = self._classify(common_attn_metadata)
         if not self._capturing:
-            self._count(step, common_attn_metadata)
+            telemetry.count_kernels()
+            if self._serving():
+                self._count(step, common_attn_metadata)
         if isinstance(step, T5Step):
             return self._t5_metadata(common_attn_metadata, step)
         build = functools.partial(super().build, common_prefix_len, fast_build=fast_build)
@@ -147,6 +181,19 @@ class BuilderMixin(AttentionMetadataBuilder):
         if self.fixed_reason is not None:
             return FallbackStep(self.fixed_reason)
         return classify(_batch(cam), self.limits)
+
+    def _serving(self) -> bool:
+        """Whether steps are users'.
+
+        vLLM's GPU worker warms up and captures with steps like any other. That it is done shows only in that it begins
+        to watch for late compilations, unless it was told not to warm up at all.
+        """
+        if self._warm or self.device.type != "cuda" or not self.vllm_config.kernel_config.enable_jit_warmup:
+            return True
+        from vllm.utils import jit_monitor  # noqa: PLC0415
+
+        self._warm = jit_monitor.is_active()
+        return self._warm
 
     def _count(self, step: T5Step | FallbackStep, cam: Any) -> None:
         counters = telemetry.process_counters()
@@ -227,6 +274,32 @@ def group_label(layer_names: Sequence[str]) -> str:
     return first if len(layer_names) == 1 else f"{first} ({len(layer_names)} layers)"
 
 
+def _kernel_spec(spec: Any) -> Any:
+    """A spec with a kernel's pages, where a page of the cache is several of these, as in hybrid models."""
+    sizes = [size for size in PAGE_SIZES if spec.block_size % size == 0]
+    if spec.block_size in PAGE_SIZES or not sizes:
+        return spec
+    return dataclasses.replace(spec, block_size=max(sizes))
+
+
+def _t5_cudagraph_support(vllm_config: Any, settings: BackendSettings, base: Any) -> Any:
+    """What a group on T5 can be captured as, over a fallback that can be captured as ``base``."""
+    wanted = _num_speculative_tokens(vllm_config) + 1
+    if 0 < settings.max_q_len < wanted or (not settings.noncausal and _parallel_drafting(vllm_config)):
+        return _weaker(base, type(base).UNIFORM_BATCH)  # the steps that speculation is about are the fallback's
+    return type(base).UNIFORM_BATCH
+
+
+def _weaker(first: Any, second: Any) -> Any:
+    return min(first, second, key=lambda support: support.value)
+
+
+def _token_major(vllm_config: Any) -> bool:
+    """Whether pages hold all heads of a token side by side; vLLM's default, and its choice where none is resolved."""
+    layout = str(getattr(vllm_config.cache_config, "kv_cache_layout", None) or "LBNHC")
+    return layout.index("N") < layout.index("H")
+
+
 def _is_draft(layers: Mapping[str, Any] | None) -> bool:
     """Whether a group serves a drafter alone; the target's group may hold draft layers beside its own."""
     return (
@@ -263,9 +336,16 @@ def _batch(cam: Any) -> Batch:
 
 
 def _runner_config(
-    spec: Any, layers: Mapping[str, Any], vllm_config: Any, device: torch.device, settings: BackendSettings
+    spec: Any,
+    layers: Mapping[str, Any],
+    vllm_config: Any,
+    device: torch.device,
+    settings: BackendSettings,
+    is_draft: bool,
 ) -> RunnerConfig:
     max_q_len = _num_speculative_tokens(vllm_config) + 1
+    if is_draft and getattr(vllm_config.speculative_config, "method", "") == "draft_model":
+        max_q_len += 1  # the first of its steps takes what the target took, and the token that the target chose
     return RunnerConfig(
         num_heads=next(iter(layers.values())).num_heads,
         num_kv_heads=spec.num_kv_heads,

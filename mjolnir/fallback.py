@@ -13,15 +13,13 @@ from typing import Any
 from mjolnir import BACKEND_NAME
 from mjolnir.env import BackendSettings
 from mjolnir.errors import ConfigurationError
-from mjolnir.names import FP6_KV_DTYPE
+from mjolnir.names import FP6_KV_DTYPE, FP8_KV_DTYPES
 
 logger = logging.getLogger("vllm.mjolnir")
 
 TORCH_REF = "TORCH_REF"
 GPU_ORDER = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 NOT_A_FALLBACK = ("CUSTOM", BACKEND_NAME)
-
-FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mjolnir import packed, scratch
+from mjolnir import fp8_query, packed, scratch, tensor_scales
 from mjolnir.eligibility import impl_reason
 from mjolnir.env import BackendSettings
 from mjolnir.errors import ConfigurationError, LayoutError
@@ -27,6 +27,7 @@ class ImplMixin(AttentionImpl):
 
     # T5's LSE is not wired to vLLM's context parallelism.
     can_return_lse_for_decode = False
+    base_impl: type[Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.packed, args, kwargs = packed.for_fallback(args, kwargs)
@@ -41,7 +42,12 @@ class ImplMixin(AttentionImpl):
                 "kv cache dtype fp6_e2m3: can't be calibrated on; accepted: auto (the model's own)"
             )
         self._t5_reason = impl_reason(self)
-        self._forced_layout = BackendSettings.from_env().kv_layout
+        settings = BackendSettings.from_env()
+        self._forced_layout = settings.kv_layout
+        self._of_quantised_query = None
+        if not settings.disabled and not self._t5_reason and fp8_query.wants(self):
+            self._of_quantised_query = fp8_query.for_quantised_query(self, self.base_impl)
+            self.supports_quant_query_input = False
         self._views: tuple[int, tuple[int, ...], PagedKV] | None = None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -60,6 +66,7 @@ class ImplMixin(AttentionImpl):
             from vllm.config import get_current_vllm_config  # noqa: PLC0415
 
             packed.prepare_layer(self, get_current_vllm_config(), act_dtype)
+        tensor_scales.weights_loaded()
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -72,7 +79,7 @@ class ImplMixin(AttentionImpl):
             return
         write_kv, _ = packed.store_for(kv_cache.device)
         views = self._kv_views(kv_cache, kv_cache.shape[2])
-        write_kv(key, value, views, slot_mapping, *packed.layer_scales(layer))
+        write_kv(*packed.written_rows(layer, key, value), views, slot_mapping, *packed.write_scales(layer))
 
     # These fusions write the cache behind the impl's back.
     def fused_rope_kvcache_supported(self) -> bool:
@@ -109,7 +116,11 @@ class ImplMixin(AttentionImpl):
         if isinstance(attn_metadata, ExpandedMetadata):
             return self._forward_expanded(layer, query, key, value, kv_cache, attn_metadata, output, **kwargs)
         if not isinstance(attn_metadata, MjolnirMetadata):
-            result: torch.Tensor = super().forward(
+            fallback = super().forward
+            if self._of_quantised_query is not None and attn_metadata is not None:
+                fallback = self._of_quantised_query.forward
+                query = fp8_query.quantise(query, layer._q_scale, self.num_kv_heads)
+            result: torch.Tensor = fallback(
                 layer,
                 query,
                 key,
@@ -130,14 +141,18 @@ class ImplMixin(AttentionImpl):
             raise ValueError("T5 writes no quantised output")
         if query.dtype not in MODEL_DTYPES:
             raise ValueError(f"T5 takes a query of the model's dtype, not {query.dtype}")
-        attn_metadata.runner.run(
-            attn_metadata.plan,
-            query.view(-1, self.num_heads, self.head_size),
-            output.view(-1, self.num_heads, self.head_size),
-            self._kv_views(kv_cache, attn_metadata.runner.config.page_size),
-            *(packed.layer_scales(layer) if self.packed else (layer._k_scale, layer._v_scale)),
-            self.scale,
-        )
+        runner, plan = attn_metadata.runner, attn_metadata.plan
+        views = self._kv_views(kv_cache, runner.config.page_size)
+        scales = packed.read_scales(layer) if self.packed else (layer._k_scale, layer._v_scale)
+
+        def attend(query: torch.Tensor, output: torch.Tensor) -> None:
+            rows, into = (part.view(-1, self.num_heads, self.head_size) for part in (query, output))
+            runner.run(plan, rows, into, views, *scales, self.scale)
+
+        if self.packed:
+            packed.turned_attention(layer, query, output, attn_metadata.num_actual_tokens, attend)
+        else:
+            attend(query, output)
         return output
 
     def _forward_expanded(
@@ -156,11 +171,16 @@ class ImplMixin(AttentionImpl):
         page_size = kv_cache.shape[2]
         views = self._kv_views(kv_cache, page_size)
         shape = self.num_kv_heads, page_size, self.head_size
-        for run in metadata.runs:
-            pages = scratch.pages(kv_cache.device, len(run.pages.sources), *shape, query.dtype)
-            expand_pages(views, run.pages.sources, pages, *packed.layer_scales(layer))
-            rows = [None if part is None else part[run.tokens] for part in (query, key, value)]
-            super().forward(layer, *rows, pages, run.metadata, output[run.tokens], None, None, **kwargs)
+        forward = super().forward
+
+        def attend(query: torch.Tensor, output: torch.Tensor) -> None:
+            for run in metadata.runs:
+                pages = scratch.pages(kv_cache.device, len(run.pages.sources), *shape, query.dtype)
+                expand_pages(views, run.pages.sources, pages, *packed.read_scales(layer))
+                rows = [None if part is None else part[run.tokens] for part in (query, key, value)]
+                forward(layer, *rows, pages, run.metadata, output[run.tokens], None, None, **kwargs)
+
+        packed.turned_attention(layer, query, output, metadata.num_actual_tokens, attend)
         return output
 
     def _kv_views(self, kv_cache: torch.Tensor, page_size: int) -> PagedKV:

@@ -38,4 +38,5 @@ class KernelSource(StrEnum):
 
 
 KV_SCALES_VARIABLE = "MJOLNIR_KV_SCALES"
+FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 FP6_KV_DTYPE = "fp6_e2m3"  # `--kv-cache-dtype` of packed 6-bit pages

@@ -2,6 +2,8 @@
 
 An impl whose process has MJOLNIR_KV_OBSERVE set shows what it is about to write to the cache. `mjolnir.calibration`
 asks for what was seen through vLLM's collective_rpc, which calls `WorkerExtension` in each worker.
+
+Where rows are to be turned (`mjolnir.turning`), turned rows are observed.
 """
 
 import functools
@@ -13,32 +15,45 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mjolnir.env import read_bool
+from mjolnir import turning
+from mjolnir.env import read_choice
 
 # A bin is a quarter of an octave, the largest 2^16. Its upper edge is at most 19 % above what is in it.
 BINS, BINS_PER_OCTAVE, LOWEST_OCTAVE = 128, 4, -16
+PLAIN, TURNED = "plain", "turned"  # values of MJOLNIR_KV_OBSERVE
 
 
 class Observation:
     """Accumulators of one K or V, on the device where the rows are.
 
+    Args:
+        heads: KV heads of this rank.
+        head_size: channels of each.
+        device: where the rows are.
+        turn: whether rows are turned.
+
     Attributes:
-        largest: (heads, head_size) float32.
-        histogram: (heads, head_size, BINS) int32, magnitudes by their logarithm.
+        largest: (heads, head_size) float32, of turned rows.
+        histogram: (heads, head_size, BINS) int32, magnitudes by their logarithm, likewise.
+        peak: (heads, head_size) float32, largest magnitude of rows as they come.
         tokens: how many.
         odd: elements that were NaN or infinite.
     """
 
-    def __init__(self, heads: int, head_size: int, device: torch.device) -> None:
+    def __init__(self, heads: int, head_size: int, device: torch.device, turn: bool) -> None:
+        self.turn = turning.matrix(head_size).to(device) if turn else None
         self.largest = torch.zeros((heads, head_size), device=device)
         self.histogram = torch.zeros((heads, head_size, BINS), dtype=torch.int32, device=device)
+        self.peak = torch.zeros((heads, head_size), device=device)
         self.odd = torch.zeros((), dtype=torch.int64, device=device)
         self.tokens = 0
 
     def add(self, rows: torch.Tensor) -> None:
         """Take (tokens, heads, head_size) into account."""
-        magnitudes = rows.float().abs()
-        self.odd += (~magnitudes.isfinite()).sum()
+        rows = rows.float()
+        self.peak = torch.maximum(self.peak, rows.abs().amax(dim=0))
+        self.odd += (~rows.isfinite()).sum()
+        magnitudes = (rows if self.turn is None else rows @ self.turn).abs()
         self.largest = torch.maximum(self.largest, magnitudes.amax(dim=0))
         bins = (magnitudes.log2() - LOWEST_OCTAVE).mul_(BINS_PER_OCTAVE).nan_to_num_(0.0).clamp_(0, BINS - 1).long()
         by_channel = bins.permute(1, 2, 0)
@@ -47,9 +62,14 @@ class Observation:
 
 
 class Observer:
-    """Observations of this process, by layer."""
+    """Observations of this process, by layer.
 
-    def __init__(self) -> None:
+    Args:
+        turn: whether rows are to be turned.
+    """
+
+    def __init__(self, turn: bool) -> None:
+        self.turn = turn
         self.layers: dict[str, tuple[Observation, Observation]] = {}
 
     def see(self, layer: str, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -65,13 +85,13 @@ class Observer:
         if not bool(live.any()):
             return
         if layer not in self.layers:
-            shape = *key.shape[1:], key.device
+            shape = *key.shape[1:], key.device, self.turn
             self.layers[layer] = Observation(*shape), Observation(*shape)
         for rows, observation in zip((key, value), self.layers[layer], strict=True):
             observation.add(rows[: len(live)][live])
 
     def forget(self) -> None:
-        """Start anew: what was seen so far was vLLM's warm-up."""
+        """Start anew: what was seen so far is kept elsewhere, or was vLLM's warm-up."""
         self.layers.clear()
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -81,6 +101,7 @@ class Observer:
             for part, seen in zip("kv", pair, strict=True):
                 found[f"{layer}|{part}|largest"] = seen.largest.cpu().numpy()
                 found[f"{layer}|{part}|histogram"] = seen.histogram.cpu().numpy()
+                found[f"{layer}|{part}|peak"] = seen.peak.cpu().numpy()
                 found[f"{layer}|{part}|counts"] = np.array([seen.tokens, int(seen.odd)])
         return found
 
@@ -88,7 +109,8 @@ class Observer:
 @functools.cache
 def observer() -> Observer | None:
     """This process's observer, or None where nobody wants to know."""
-    return Observer() if read_bool("MJOLNIR_KV_OBSERVE", False) else None
+    kind = read_choice("MJOLNIR_KV_OBSERVE", {PLAIN: PLAIN, TURNED: TURNED}, "")
+    return Observer(kind == TURNED) if kind else None
 
 
 class WorkerExtension:
@@ -100,13 +122,24 @@ class WorkerExtension:
         if found is not None:
             found.forget()
 
-    def mjolnir_save(self, folder: str) -> None:
-        """Write what this rank has seen to ``rank-<number>.npz`` in a folder, as a whole or not at all."""
+    def mjolnir_save(self, folder: str) -> str:
+        """Write what this rank has seen to ``rank-<number>.npz`` in a folder, as a whole or not at all.
+
+        Returns:
+            What went wrong: an exception would reach the caller as vLLM's and without its reason. Empty if nothing did.
+        """
         found = observer()
         arrays = {} if found is None else found.arrays()
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         target = Path(folder) / f"rank-{rank}.npz"
         staged = target.with_suffix(".part")
-        with open(staged, "wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)
-        os.replace(staged, target)
+        try:
+            with open(staged, "wb") as file:
+                np.savez_compressed(file, allow_pickle=False, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(staged, target)
+        except OSError as error:
+            staged.unlink(missing_ok=True)
+            return error.strerror or str(error)
+        return ""

@@ -6,13 +6,13 @@ none needs a descale per head, and the values lose nothing more than a rounding 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mjolnir import scales, scratch
+from mjolnir import scales, scratch, turning
 from mjolnir.env import BackendSettings
 from mjolnir.errors import ScalesError
 from mjolnir.names import FP6_KV_DTYPE
@@ -20,7 +20,11 @@ from mjolnir.pagemap import PageMap, map_pages, runs_of_requests
 from mjolnir.reference import e2m3, packed_rows
 from mjolnir.reference.e2m3 import row_bytes
 
-K_SCALE, V_SCALE = "mjolnir_k_scale", "mjolnir_v_scale"  # buffers of a layer, (num_kv_heads, head_size) float32
+# Buffers of a layer: scales to write by and to read by, (num_kv_heads, head_size) float32, and the matrix of
+# `mjolnir.turning` in the model's dtype, None where rows are not turned.
+K_SCALE, V_SCALE = "mjolnir_k_scale", "mjolnir_v_scale"
+K_READ_SCALE, V_READ_SCALE = "mjolnir_k_read_scale", "mjolnir_v_read_scale"
+K_TURN, V_TURN = "mjolnir_k_turn", "mjolnir_v_turn"
 _KV_CACHE_DTYPE = 6  # position among the arguments of an impl
 
 
@@ -75,15 +79,16 @@ def prepare_layer(impl: Any, vllm_config: Any, dtype: torch.dtype) -> None:
     name = next(name for name, layer in layers.items() if layer.impl is impl)
     layer = layers[name]
     path = BackendSettings.from_env().require_kv_scales()
-    file = scales.load(path)
-    scales.check_model(path, file, served_shape(vllm_config.model_config))
-    owners = {other.kv_sharing_target_layer_name or key for key, other in layers.items()}
-    scales.check_layers(path, file, owners)
+    file = checked_file(path, vllm_config, layers)
     rank, world = _tensor_parallel()
     mine = file.layers[layer.kv_sharing_target_layer_name or name].shard(layer.num_kv_heads, rank, world)
     device = layer._k_scale.device
     shape = layer.num_kv_heads, layer.head_size
-    for buffer, rows in ((K_SCALE, mine.k), (V_SCALE, mine.v)):
+    parts = (
+        (K_SCALE, K_READ_SCALE, K_TURN, mine.k, mine.k_turned),
+        (V_SCALE, V_READ_SCALE, V_TURN, mine.v, mine.v_turned),
+    )
+    for buffer, reading, turn, rows, turned in parts:
         values = torch.tensor(rows, dtype=torch.float32)
         if values.shape != shape:
             raise ScalesError(
@@ -91,7 +96,22 @@ def prepare_layer(impl: Any, vllm_config: Any, dtype: torch.dtype) -> None:
                 "(KV heads, head size): models whose layers differ in these have no fp6_e2m3"
             )
         _put(layer, buffer, values, device)
+        _put(layer, reading, values / layer.head_size if turned else values, device)
+        _put(layer, turn, turning.matrix(layer.head_size, dtype) if turned else None, device)
     scratch.reserve(device, scratch.tokens_for(vllm_config.model_config.max_model_len), *shape, dtype)
+
+
+def checked_file(path: str, vllm_config: Any, layers: Mapping[str, Any]) -> scales.ScaleFile:
+    """A scale file that is for this model and knows these layers, or those whose cache they read.
+
+    Raises:
+        ScalesError: the file can't be read, or is for another model or other layers.
+    """
+    file = scales.load(path)
+    scales.check_model(path, file, served_shape(vllm_config.model_config))
+    owners = {getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in layers.items()}
+    scales.check_layers(path, file, owners)
+    return file
 
 
 def served_shape(model_config: Any) -> scales.ModelShape:
@@ -104,9 +124,48 @@ def served_shape(model_config: Any) -> scales.ModelShape:
     )
 
 
-def layer_scales(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """K's and V's scales of a layer, (num_kv_heads, head_size) float32."""
+def write_scales(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What K's and V's rows of a layer are divided by, (num_kv_heads, head_size) float32."""
     return getattr(layer, K_SCALE), getattr(layer, V_SCALE)
+
+
+def read_scales(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What K's and V's codes of a layer are multiplied by, for a query and an output that are turned as the rows."""
+    return getattr(layer, K_READ_SCALE), getattr(layer, V_READ_SCALE)
+
+
+def written_rows(layer: Any, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V, (tokens, num_kv_heads, head_size), as they go to the cache before they are divided."""
+    k_turn, v_turn = getattr(layer, K_TURN), getattr(layer, V_TURN)
+    return key if k_turn is None else key @ k_turn, value if v_turn is None else value @ v_turn
+
+
+def turned_attention(
+    layer: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    tokens: int,
+    attend: Callable[[torch.Tensor, torch.Tensor], Any],
+) -> None:
+    """Attention over pages of turned rows.
+
+    Args:
+        layer: whose pages they are.
+        query: (>= tokens, num_heads * head_size), or with heads apart.
+        output: likewise; written to.
+        tokens: how many are real.
+        attend: computes attention of a query, (tokens, num_heads, head_size), over the rows as they are kept, into an
+            output of that shape.
+    """
+    k_turn, v_turn = getattr(layer, K_TURN), getattr(layer, V_TURN)
+    rows, into = (part.view(-1, layer.num_heads, layer.head_size)[:tokens] for part in (query, output))
+    rows = rows if k_turn is None else rows @ k_turn
+    if v_turn is None:
+        attend(rows, into)
+        return
+    result = torch.empty_like(into)
+    attend(rows, result)
+    torch.matmul(result, v_turn, out=into)
 
 
 @dataclass(frozen=True)
@@ -210,9 +269,9 @@ def _tensor_parallel() -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
-def _put(layer: Any, name: str, values: torch.Tensor, device: torch.device) -> None:
+def _put(layer: Any, name: str, values: torch.Tensor | None, device: torch.device) -> None:
     present = getattr(layer, name, None)
-    if isinstance(present, torch.Tensor):
+    if isinstance(present, torch.Tensor) and values is not None:
         present.copy_(values)
     else:
-        layer.register_buffer(name, values.to(device), persistent=False)
+        layer.register_buffer(name, None if values is None else values.to(device), persistent=False)

@@ -3,17 +3,19 @@
 A file is one JSON object::
 
     {
-      "format": "mjolnir.kv_scales/3",
+      "format": "mjolnir.kv_scales/4",
       "model": {"name": "SmolLM2-135M-Instruct", "architecture": "LlamaForCausalLM",
                 "num_kv_heads": 3, "head_size": 64},
       "made": {"method": "max", "tokens": 51200, "version": "0.1.0"},
       "layers": {"model.layers.0.self_attn.attn": {"k": [[0.31, ...], ...], "v": [[...], ...],
+                                                   "k_turned": true, "v_turned": true,
                                                    "k_fp8": 0.02, "v_fp8": 0.01}, ...}
     }
 
 ``k`` and ``v`` have a row for each KV head of the whole model (not of a rank) and a number for each channel: the cache
-holds ``value / scale``, rounded to e2m3, whose largest value is 7.5. K is meant as it is written to the cache, after
-its rotary embedding. ``k_fp8`` and ``v_fp8`` are scales of a whole layer for an fp8 cache.
+holds ``row / scale``, rounded to e2m3, whose largest value is 7.5. A row is that of K or V, K's after its rotary
+embedding, and times the matrix of `mjolnir.turning` where it is said to be turned. ``k_fp8`` and ``v_fp8`` are scales
+of a whole layer for an fp8 cache, of rows as they are.
 
 A layer that reads another's cache has no scales of its own. This module imports neither torch nor vLLM.
 """
@@ -30,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from mjolnir.errors import ScalesError
 
-FORMAT = "mjolnir.kv_scales/3"
+FORMAT = "mjolnir.kv_scales/4"
 
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Rows = Annotated[list[Annotated[list[Scale], Field(min_length=1)]], Field(min_length=1)]
@@ -79,6 +81,8 @@ class LayerScales(_Part):
     v: Rows
     k_fp8: Scale
     v_fp8: Scale
+    k_turned: bool = False
+    v_turned: bool = False
 
     def shard(self, num_kv_heads: int, rank: int, world: int) -> "LayerScales":
         """The scales of one tensor-parallel rank.
@@ -99,7 +103,7 @@ class LayerScales(_Part):
 class ScaleFile(_Part):
     """A whole file; see the module's text."""
 
-    format: Literal["mjolnir.kv_scales/3"] = "mjolnir.kv_scales/3"
+    format: Literal["mjolnir.kv_scales/4"] = "mjolnir.kv_scales/4"
     model: ModelShape
     made: Origin
     layers: dict[str, LayerScales] = Field(min_length=1)

@@ -98,9 +98,10 @@ def _length_reason(query_lens: npt.NDArray[np.integer], is_prefilling: npt.NDArr
     """Name why the query lengths do not fit: prompts, prompts beside decodes, or odd decodes."""
     live = query_lens > 0
     if is_prefilling is not None:
-        prefilling = is_prefilling[: len(query_lens)] & live
+        flags = is_prefilling[: len(query_lens)]  # without the padding that a captured graph has
+        prefilling = flags & live[: len(flags)]
         if prefilling.any():
-            return FallbackReason.PREFILL if (prefilling == live).all() else FallbackReason.MIXED
+            return FallbackReason.PREFILL if prefilling.sum() == live.sum() else FallbackReason.MIXED
     lengths = query_lens[: int(np.count_nonzero(live))]  # padding amid requests is odd too
     return FallbackReason.Q_LEN if len(set(lengths.tolist())) <= 1 else FallbackReason.NON_UNIFORM
 

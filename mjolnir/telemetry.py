@@ -2,14 +2,17 @@
 
 import logging
 import os
+import sys
 
 from mjolnir import names
 from mjolnir.counters import CounterFile, GroupInfo
+from mjolnir.names import KernelSource
 
 logger = logging.getLogger("vllm.mjolnir")
 
 _counters: dict[int, CounterFile] = {}
 _groups: dict[str, GroupInfo] = {}
+_kernels: dict[KernelSource, int] = {}  # counted already
 
 
 def process_counters() -> CounterFile:
@@ -19,6 +22,7 @@ def process_counters() -> CounterFile:
         directory = os.environ.get(names.STATS_DIR_VARIABLE, "").strip() or names.DEFAULT_STATS_DIR
         _counters.clear()
         _groups.clear()
+        _kernels.clear()
         counters = CounterFile(directory, rank=_rank())
         if counters.error:
             logger.warning("Mjolnir: steps are counted but can't be read from outside: %s", counters.error)
@@ -31,6 +35,19 @@ def publish_group(info: GroupInfo) -> None:
     counters = process_counters()
     _groups[info.group] = info
     counters.set_groups(sorted(_groups.values(), key=lambda group: group.group))
+
+
+def count_kernels() -> None:
+    """Bring the counts of kernels up to what this process has compiled and loaded so far."""
+    compiler = sys.modules.get("mjolnir.kernels.compiler")  # imported where there are kernels
+    if compiler is None:
+        return
+    counters = process_counters()
+    for source in KernelSource:
+        new = int(compiler.CACHE_STATS[source]) - _kernels.get(source, 0)
+        if new:
+            counters.kernels(source, new)
+            _kernels[source] = _kernels.get(source, 0) + new
 
 
 def _rank() -> int:

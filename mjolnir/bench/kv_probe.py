@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mjolnir import turning
 from mjolnir.names import FP6_KV_DTYPE as FP6
 from mjolnir.reference import e2m3, e4m3
 from mjolnir.scales import load
@@ -32,14 +33,26 @@ class LayerScales:
     Attributes:
         k: (num_kv_heads, head_size) float32, of an e2m3 cache.
         v: likewise.
-        k_fp8: of an e4m3 cache, for the whole layer.
-        v_fp8: likewise.
+        k_turn: (head_size, head_size), the matrix by which K is turned; None where it is not.
+        v_turn: likewise.
     """
 
     k: torch.Tensor
     v: torch.Tensor
-    k_fp8: float
-    v_fp8: float
+    k_turn: torch.Tensor | None = None
+    v_turn: torch.Tensor | None = None
+
+    def encode(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes that an e2m3 cache has of K and V, (tokens, num_kv_heads, head_size)."""
+        key = key.float() if self.k_turn is None else key.float() @ self.k_turn
+        value = value.float() if self.v_turn is None else value.float() @ self.v_turn
+        return e2m3.encode(key / self.k), e2m3.encode(value / self.v)
+
+    def decode(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, float32, that such codes stand for."""
+        key, value = e2m3.decode(key) * self.k, e2m3.decode(value) * self.v
+        key = key if self.k_turn is None else key @ self.k_turn / len(self.k_turn)
+        return key, value if self.v_turn is None else value @ self.v_turn / len(self.v_turn)
 
 
 def read_scales(path: Path) -> dict[str, LayerScales]:
@@ -48,9 +61,16 @@ def read_scales(path: Path) -> dict[str, LayerScales]:
     Raises:
         ScalesError: the file can't be used.
     """
+    file = load(path)
+    turn = turning.matrix(file.model.head_size)
     return {
-        name: LayerScales(torch.tensor(layer.k), torch.tensor(layer.v), layer.k_fp8, layer.v_fp8)
-        for name, layer in load(path).layers.items()
+        name: LayerScales(
+            k=torch.tensor(layer.k),
+            v=torch.tensor(layer.v),
+            k_turn=turn if layer.k_turned else None,
+            v_turn=turn if layer.v_turned else None,
+        )
+        for name, layer in file.layers.items()
     }
 
 
@@ -58,13 +78,6 @@ def attention_layers(model: Any) -> dict[str, Any]:
     """Attention layers of a vLLM model that write a cache, by name."""
     layers = [module for module in model.modules() if hasattr(getattr(module, "impl", None), "do_kv_cache_update")]
     return {layer.layer_name: layer for layer in layers}
-
-
-def set_fp8_scales(layers: dict[str, Any], scales: dict[str, LayerScales]) -> None:
-    """Give layers their per-tensor scales, as a checkpoint that has them would."""
-    for name, layer in layers.items():
-        layer._k_scale.fill_(scales[name].k_fp8)
-        layer._v_scale.fill_(scales[name].v_fp8)
 
 
 def emulate_e2m3(layers: dict[str, Any], scales: dict[str, LayerScales]) -> None:
@@ -87,7 +100,8 @@ def _rounding_update(update: Update, scales: LayerScales) -> Update:
     def rounded(
         layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        update(layer, through_e2m3(key, scales.k), through_e2m3(value, scales.v), kv_cache, slot_mapping)
+        held = scales.decode(*scales.encode(key, value))
+        update(layer, held[0].to(key.dtype), held[1].to(value.dtype), kv_cache, slot_mapping)
 
     return rounded
 
@@ -172,8 +186,8 @@ def held_rows(
     if kv == FP6:
         if scales is None:
             raise ValueError("an fp6_e2m3 cache is read with a scale file")
-        key, value = (e2m3.decode(e2m3.unpack(half)) for half in rows.chunk(2, dim=-1))
-        return key * scales.k, value * scales.v
+        key, value = (e2m3.unpack(half) for half in rows.chunk(2, dim=-1))
+        return scales.decode(key, value)
     if kv in FP8:
         key, value = e4m3.dequantise(rows.contiguous()).chunk(2, dim=-1)
         return key * float(layer._k_scale), value * float(layer._v_scale)

@@ -41,7 +41,7 @@ class Case:
     Attributes:
         name: as in the tables.
         kv: vLLM's ``kv_cache_dtype``.
-        scales: ``max`` or ``percentile`` for that scale file; empty for none.
+        scales: ``max``, ``percentile`` or ``turned`` for that scale file; empty for none.
         backend: attention backend.
         emulate: round K and V to e2m3 before they are written to a bf16 cache: the format without our kernels.
         short: prefill only, for a case that explains others. (A decode step of the fallback over bf16 pages takes
@@ -66,6 +66,7 @@ CASES = (
     Case("fp8, scales", "fp8", "max"),
     Case("fp6, max", FP6, "max"),
     Case("fp6, percentile", FP6, "percentile"),
+    Case("fp6, turned", FP6, "turned"),
     Case("fp6, max, emulated", "auto", "max", emulate=True, short=True),
 )
 
@@ -252,7 +253,7 @@ class Bench:
         }
         if case == REFERENCE:
             request["probe"] = 0  # nothing is lost, and its cache is laid out otherwise
-        environment = {KV_SCALES_VARIABLE: str(path)} if path and case.kv == FP6 else {}
+        environment = {KV_SCALES_VARIABLE: str(path)} if path and not case.emulate else {}
         with tempfile.TemporaryDirectory() as folder:
             asked, answered = Path(folder) / "request.json", Path(folder) / "answer.json"
             asked.write_text(json.dumps(request))
@@ -263,7 +264,7 @@ class Bench:
 
 
 def document(model: str, found: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Tables of a model.
+    """Tables of a model. A case has the rows of what was measured of it.
 
     Args:
         model: its name.
@@ -277,7 +278,7 @@ def document(model: str, found: dict[str, dict[str, Any]]) -> dict[str, list[dic
     for case in (case for case in CASES if case.name in found):
         scores = found[case.name]
         head = {"model": model, "case": case.name, "backend": case.backend, "kv": case.kv, "scales": case.scales}
-        for part in ("prefill",) if case.short else ("prefill", "decode"):
+        for part in (part for part in ("prefill", "decode") if part in scores):
             row = {**head, "part": part, **difference(reference[part], scores[part])}
             if case.kv == FP6 and FP8.name in found:
                 over = difference(found[FP8.name][part], scores[part])
@@ -285,7 +286,7 @@ def document(model: str, found: dict[str, dict[str, Any]]) -> dict[str, list[dic
             rows.append(row)
         if case != REFERENCE and "layers" in scores:
             layers += layer_rows(case, scores["layers"])
-        if not case.short:
+        if "canary_nll" in scores:
             canary.append(canary_row(case, scores["canary"], scores["canary_nll"]))
     return {"rows": rows, "layers": layers, "canary": canary}
 
@@ -297,11 +298,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", required=True, type=Path, help="folder of the model")
     parser.add_argument("--out", type=Path, help="result file; without it the rows are only printed")
     parser.add_argument("--case", action="append", choices=names, help="measure only this (repeatable)")
-    parser.add_argument("--scales-max", type=Path, help="scale file by maximum, from `mjolnir calibrate`")
-    parser.add_argument("--scales-percentile", type=Path, help="scale file by percentile")
+    parser.add_argument("--scales-turned", type=Path, help="scale file from `mjolnir calibrate`")
+    parser.add_argument("--scales-max", type=Path, help="likewise, with --no-turn")
+    parser.add_argument("--scales-percentile", type=Path, help="likewise, with --no-turn --percentile 99.9")
     parser.add_argument("--again", action="store_true", help="measure even what was measured before")
     options = parser.parse_args(arguments)
-    given = {"max": options.scales_max, "percentile": options.scales_percentile}
+    given = {"turned": options.scales_turned, "max": options.scales_max, "percentile": options.scales_percentile}
     bench = Bench(options.model, Plan(), {name: path for name, path in given.items() if path})
     wanted = [case for case in CASES if bench.possible(case) and case.name in (options.case or names)]
     for case in wanted:

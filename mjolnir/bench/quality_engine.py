@@ -65,19 +65,10 @@ def load(request: dict[str, Any]) -> LLM:
 
 
 def prepare(llm: LLM, request: dict[str, Any]) -> None:
-    """Scales and emulation that the request asks for and vLLM has no option for."""
-    if not request["scales"]:
-        return
-    scales = kv_probe.read_scales(Path(request["scales"]))
-
-    def install(model: Any) -> None:
-        layers = kv_probe.attention_layers(model)
-        if request["emulate"]:
-            kv_probe.emulate_e2m3(layers, scales)
-        elif request["kv"] in kv_probe.FP8:
-            kv_probe.set_fp8_scales(layers, scales)
-
-    llm.apply_model(install)
+    """The emulation that the request asks for."""
+    if request["emulate"]:
+        scales = kv_probe.read_scales(Path(request["scales"]))
+        llm.apply_model(lambda model: kv_probe.emulate_e2m3(kv_probe.attention_layers(model), scales))
 
 
 def score_prompts(llm: LLM, texts: Sequence[list[int]]) -> list[dict[str, list[Any]]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mjolnir import turning
 from mjolnir.bench.kv_probe import through_e2m3, through_e4m3
 from mjolnir.bench.results import write_result
 from mjolnir.reference import e2m3, e4m3
@@ -86,12 +87,19 @@ def _e2m3_by_head(seen: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return through_e2m3(rows, seen.abs().amax(dim=(0, 2))[:, None] / e2m3.MAX)
 
 
+def _e2m3_turned(seen: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    size = rows.shape[-1]
+    turn = turning.matrix(size) / size**0.5
+    return through_e2m3(rows @ turn, (seen @ turn).abs().amax(0) / e2m3.MAX) @ turn
+
+
 CACHES: dict[str, Cache] = {
     "fp8": lambda _seen, rows: through_e4m3(rows),
     "fp8, scales": _e4m3_scaled,
     "fp6, max": _e2m3_by_channel(1.0),
     "fp6, percentile 99.9": _e2m3_by_channel(0.999),
     "fp6, max by head": _e2m3_by_head,
+    "fp6, turned": _e2m3_turned,
 }
 
 

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
-from mjolnir import banner, telemetry
+from mjolnir import banner, selftest, telemetry
 from mjolnir.backend import backend_class
 from mjolnir.builder import BuilderMixin, attention_layers, group_label
 from mjolnir.counters import GroupInfo, read
@@ -399,12 +399,127 @@ def test_lookup_that_fails_otherwise_is_not_hidden(monkeypatch):
         attention_layers(SimpleNamespace(), ["layers.0"])
 
 
+# The self-test before serving.
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    outcome = selftest.Outcome(3, 0.7, 0.1, "self-test failed: relative error 0.7 at q_len 1, 4 sequences")
+    monkeypatch.setattr(selftest, "run", lambda runner, token_major: outcome)
+    return outcome
+
+
+def test_group_that_fails_its_self_test_stays_on_the_fallback(failing, backend_log):
+    target = make()
+    assert isinstance(target.build(0, cam([1])), TorchReferenceMetadata)
+    assert target.runner is None
+    assert counted() == {"fallback:ineligible": 1, "fallback_tokens": 1}
+    (group,) = read(telemetry.process_counters().path).groups
+    assert group.reason == failing.failure
+    assert [(record.levelname, record.getMessage()) for record in backend_log.records] == [
+        ("ERROR", f"Mjolnir: T5 is OFF for layers.0: {failing.failure}. Decoding goes on without it."),
+        ("WARNING", f"Mjolnir decode disabled for layers.0: {failing.failure} -> TORCH_REF for all steps"),
+    ]
+
+
+@pytest.mark.parametrize("base", AttentionCGSupport)
+def test_group_that_fails_its_self_test_promises_what_the_fallback_does(failing, base):
+    target = make(cls=promising(base))
+    assert target.get_cudagraph_support(target.vllm_config, target.kv_cache_spec) is base
+
+
+@pytest.mark.parametrize(
+    ("layout", "token_major"), [(None, True), ("LBNHC", True), ("NHD", True), ("LBHNC", False), ("BLHNC", False)]
+)
+def test_self_test_uses_the_caches_layout(monkeypatch, layout, token_major):
+    asked = []
+
+    def run(runner, token_major):
+        asked.append((runner.config.head_size, token_major))
+        return selftest.Outcome(1, 0.0, 0.0)
+
+    monkeypatch.setattr(selftest, "run", run)
+    make(kv_cache_layout=layout)
+    assert asked == [(64, token_major)]
+
+
+def test_no_self_test_where_t5_does_not_run(monkeypatch):
+    def run(runner, token_major):
+        raise AssertionError
+
+    monkeypatch.setattr(selftest, "run", run)
+    make(spec=make_spec(head_size=96))
+    monkeypatch.setenv("MJOLNIR_ATTN_DISABLE", "1")
+    make()
+
+
+# What is counted on a GPU, whose worker warms up with steps like any other.
+
+
+def test_steps_of_the_warm_up_are_not_counted(monkeypatch):
+    from vllm.utils import jit_monitor
+
+    monkeypatch.setattr(jit_monitor, "_active", False)
+    target = make()
+    target.device = torch.device("cuda")
+    target.vllm_config.kernel_config = SimpleNamespace(enable_jit_warmup=True)
+    target.build(0, cam([1]))
+    assert counted() == {}
+    monkeypatch.setattr(jit_monitor, "_active", True)
+    target.build(0, cam([1]))
+    assert counted() == {"t5:decode": 1, "t5_tokens": 1}
+
+
+def test_without_a_warm_up_every_step_is_counted(monkeypatch):
+    from vllm.utils import jit_monitor
+
+    monkeypatch.setattr(jit_monitor, "_active", False)
+    target = make()
+    target.device = torch.device("cuda")
+    target.vllm_config.kernel_config = SimpleNamespace(enable_jit_warmup=False)
+    target.build(0, cam([1]))
+    assert counted() == {"t5:decode": 1, "t5_tokens": 1}
+
+
+def test_kernels_are_counted_as_they_are_made(monkeypatch):
+    import sys
+
+    compiler = SimpleNamespace(CACHE_STATS={"loaded": 3, "compiled": 2, "compile_seconds": 1.5})
+    monkeypatch.setitem(sys.modules, "mjolnir.kernels.compiler", compiler)
+    monkeypatch.setattr(telemetry, "_kernels", {})
+    target = make()
+    monkeypatch.setattr(target, "_serving", lambda: False)
+    target.build(0, cam([1]))
+    assert counted() == {"kernels:loaded": 3, "kernels:compiled": 2}  # most of them come before there are users
+    monkeypatch.setattr(target, "_serving", lambda: True)
+    target.build(0, cam([1]))
+    assert counted() == {"t5:decode": 1, "t5_tokens": 1, "kernels:loaded": 3, "kernels:compiled": 2}
+    compiler.CACHE_STATS["compiled"] += 4
+    target.build(0, cam([1]))
+    target.build(0, cam([1]))
+    assert counted() == {"t5:decode": 3, "t5_tokens": 3, "kernels:loaded": 3, "kernels:compiled": 6}
+
+
+def test_flags_of_a_padded_batch_are_shorter_than_the_batch(monkeypatch):
+    """A captured graph's batch is padded, vLLM's flags are not: the step's reason was an error about shapes."""
+    monkeypatch.setenv("MJOLNIR_ATTN_MAX_QLEN", "1")
+    target = make(speculative=3)
+    target.build(0, cam([4, 4, 0, 0], is_prefilling=torch.tensor([False, False])))
+    assert counted() == {"fallback:q_len": 1, "fallback_tokens": 8}
+    target.build(0, cam([4, 4, 0, 0], is_prefilling=torch.tensor([True, True])))
+    target.build(0, cam([4, 4, 0, 0], is_prefilling=torch.tensor([False, True])))
+    seen = counted()
+    assert (seen["fallback:prefill"], seen["fallback:mixed"]) == (1, 1)
+
+
 # What is logged and shown.
 
 
 def test_enabled_line_has_every_field_and_is_logged_once(backend_log):
     make({f"layers.{number}.attn": Layer() for number in (10, 2, 1)}, speculative=3)
-    assert [(record.levelname, record.getMessage()) for record in backend_log.records] == [
+    tested, *others = [(record.levelname, record.getMessage()) for record in backend_log.records]
+    assert tested[1].startswith("Mjolnir self-test of layers.1.attn (3 layers): 7 steps, relative error at most 0.00")
+    assert others == [
         (
             "INFO",
             "Mjolnir decode enabled for layers.1.attn (3 layers): h_q=4 h_k=2 d=64 page=16 q_len<=4 Q=bf16 "
@@ -433,6 +548,21 @@ def test_longest_query(monkeypatch, cap, speculative, max_q_len):
     monkeypatch.setenv("MJOLNIR_ATTN_MAX_QLEN", cap)
     target = make(speculative=speculative)
     assert target.runner.config.max_q_len == target.limits.max_q_len == max_q_len
+
+
+@pytest.mark.parametrize(("method", "longest"), [("draft_model", 5), ("eagle", 4)])
+def test_first_step_of_a_draft_model_is_one_longer(method, longest):
+    config = make_config({"layers.0": draft_layer()}, speculative=3)
+    config.speculative_config.method = method
+    drafter = Builder(make_spec(), ["layers.0"], config, torch.device("cpu"))
+    drafter.build(0, cam([5, 5]))
+    assert drafter.limits.max_q_len == longest
+    assert counted() == (
+        {"t5:draft": 1, "t5_tokens": 10} if longest == 5 else {"fallback:q_len": 1, "fallback_tokens": 10}
+    )
+    target = make_config(speculative=3)
+    target.speculative_config.method = method
+    assert Builder(make_spec(), ["layers.0"], target, torch.device("cpu")).limits.max_q_len == 4
 
 
 def test_non_causal_steps_can_be_kept_on_the_fallback(monkeypatch):
@@ -548,6 +678,34 @@ def test_builder_of_a_drafter_on_the_fallback_promises_what_the_fallback_does(mo
 def test_builder_on_t5_promises_what_its_class_does():
     target = make(cls=promising(NEVER))
     assert target.get_cudagraph_support(target.vllm_config, target.kv_cache_spec) is UNIFORM_BATCH
+
+
+@pytest.mark.parametrize("base", AttentionCGSupport)
+def test_group_on_t5_beside_layers_that_t5_can_not_run(base):
+    """Their rules made the fallback's promise that of T5's group, whose steps would have replayed its graphs."""
+    layers = {"layers.0": Layer(), "layers.1": Layer(sliding_window=(64, 0))}
+    config = make_config(layers)
+    target = promising(base)(make_spec(), ["layers.0"], config, torch.device("cpu"))
+    assert target.runner is not None
+    assert target.get_cudagraph_support(config, make_spec()) is UNIFORM_BATCH
+    # The class speaks for both groups, of which one may be T5's.
+    expected = base if base.value < UNIFORM_BATCH.value else UNIFORM_BATCH
+    assert promising(base).get_cudagraph_support(config, make_spec()) is expected
+
+
+@pytest.mark.parametrize("block_size", [544, 784, 32, 128])
+def test_pages_that_are_several_of_the_kernels(block_size):
+    """Hybrid models have such; the kernel's pages are what counts, which vLLM chooses as the largest that divides."""
+    assert promising(ALWAYS).get_cudagraph_support(make_config(), make_spec(block_size=block_size)) is UNIFORM_BATCH
+    target = make(cls=promising(ALWAYS))
+    assert target.get_cudagraph_support(target.vllm_config, make_spec(block_size=block_size)) is UNIFORM_BATCH
+
+
+@pytest.mark.parametrize("base", AttentionCGSupport)
+def test_partly_on_t5_is_never_always(monkeypatch, base):
+    monkeypatch.setenv("MJOLNIR_ATTN_MAX_QLEN", "1")
+    expected = base if base.value < UNIFORM_BATCH.value else UNIFORM_BATCH
+    assert promising(base).get_cudagraph_support(make_config(speculative=3), make_spec()) is expected
 
 
 def test_no_graph_has_query_lengths_that_vary():

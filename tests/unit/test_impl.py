@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mjolnir import fp8_query
 from mjolnir import impl as impl_module
 from mjolnir.backend import backend_class
 from mjolnir.errors import LayoutError
@@ -235,6 +236,115 @@ def test_forced_layout_is_used(step, monkeypatch):
     monkeypatch.setenv("MJOLNIR_ATTN_KV_LAYOUT", "BNH2D")
     token_major = step.cache.transpose(1, 2).contiguous()
     assert torch.equal(step.forward(make_impl(), step.t5(), cache=token_major), expected)
+
+
+# A fallback that wants Q in e4m3, as FlashAttention 3 and 4 do over an fp8 cache.
+
+
+class EightBit(TorchReferenceBackend.get_impl_cls()):
+    """Multiplies e4m3 by e4m3, and believes its flag as FlashAttention does."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.supports_quant_query_input = True
+        self.seen = []
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
+        assert attn_metadata is None or query.dtype == torch.float8_e4m3fn
+        self.seen.append((query.dtype, self.supports_quant_query_input))
+        query = query.to(torch.bfloat16) * layer._q_scale.to(torch.bfloat16)
+        return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+
+
+class EightBitBackend(TorchReferenceBackend):
+    @staticmethod
+    def get_impl_cls():
+        return EightBit
+
+
+@pytest.fixture
+def eight_bit(monkeypatch):
+    """An impl over it; vLLM's quantisation, which a CPU build lacks, in its own words."""
+    from vllm import _custom_ops
+
+    def scaled_fp8_quant(rows, scale, group_shape=None):
+        assert rows.dim() == 2
+        if group_shape is None:
+            return (rows.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+        assert group_shape == (-1, HEADS // KV_HEADS * HEAD_SIZE)
+        columns = scale.repeat_interleave(group_shape[1])
+        return (rows.float() / columns).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+    monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", scaled_fp8_quant)
+    cls = backend_class(EightBitBackend).get_impl_cls()
+    return lambda **changes: cls(
+        **{"num_heads": HEADS, "head_size": HEAD_SIZE, "scale": 0.125}
+        | {"num_kv_heads": KV_HEADS, "kv_cache_dtype": "fp8"}
+        | changes
+    )
+
+
+def test_layer_leaves_the_query_alone(step, eight_bit):
+    """Once it was quantised for T5's steps as well, which T5 refuses: no T5 step ever ran over FlashAttention 3."""
+    impl = eight_bit()
+    impl.do_kv_cache_update(step.layer, step.key, step.value, step.cache, step.slots)
+    step.layer._q_scale = torch.tensor(0.25)
+    assert impl.supports_quant_query_input is False
+    expected = step.oracle()
+    t5 = step.forward(impl, step.t5())
+    assert float((t5.double() - expected).abs().max()) < 0.2
+    assert impl.seen == []
+
+
+def test_fallback_gets_it_in_e4m3_and_believes_its_layer_did_that(step, eight_bit):
+    impl = eight_bit()
+    impl.do_kv_cache_update(step.layer, step.key, step.value, step.cache, step.slots)
+    step.layer._q_scale = torch.tensor(0.25)
+    expected = step.oracle()
+    out = step.forward(impl, step.fallback())
+    assert impl.seen == [(torch.float8_e4m3fn, True)]
+    assert impl.supports_quant_query_input is False  # still, for whoever looks meanwhile
+    assert 1e-3 < float((out.double() - expected).norm() / expected.norm()) < 0.06
+
+
+def test_one_scale_a_kv_head(step, eight_bit):
+    impl = eight_bit()
+    impl.do_kv_cache_update(step.layer, step.key, step.value, step.cache, step.slots)
+    codes = fp8_query.quantise(step.query, torch.tensor([0.5, 2.0]), KV_HEADS).float()
+    assert codes.shape == step.query.shape
+    group = HEADS // KV_HEADS
+    torch.testing.assert_close(codes[:, :group] * 0.5, step.query[:, :group].float(), rtol=0.07, atol=0.01)
+    torch.testing.assert_close(codes[:, group:] * 2.0, step.query[:, group:].float(), rtol=0.07, atol=0.01)
+
+
+def test_warm_up_without_metadata_quantises_nothing(step, eight_bit):
+    impl = eight_bit()
+    step.layer._q_scale = torch.tensor(0.25)
+    assert bool((step.forward(impl, None, cache=torch.empty(0)) == 0).all())
+    assert impl.seen == [(torch.bfloat16, False)]
+
+
+def test_twin_has_no_state_of_its_own(eight_bit):
+    impl = eight_bit()
+    twin = impl._of_quantised_query
+    impl.scale = 0.5
+    assert twin.scale == 0.5
+    twin.later = 7
+    assert impl.later == 7
+    assert (twin.supports_quant_query_input, impl.supports_quant_query_input) == (True, False)
+    assert type(twin).forward is EightBit.forward
+
+
+@pytest.mark.parametrize("changes", [{"kv_cache_dtype": "auto"}, {"logits_soft_cap": 30.0}])
+def test_where_t5_does_not_run_the_layer_quantises_as_ever(eight_bit, changes):
+    impl = eight_bit(**changes)
+    assert impl.supports_quant_query_input is True
+    assert impl._of_quantised_query is None
+
+
+def test_disabled_leaves_it_to_the_layer(eight_bit, monkeypatch):
+    monkeypatch.setenv("MJOLNIR_ATTN_DISABLE", "1")
+    assert eight_bit().supports_quant_query_input is True
 
 
 # Views of the cache.

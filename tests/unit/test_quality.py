@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mjolnir.bench import heldout, kv_probe, quality, quality_shapes, quality_tables
+from mjolnir import turning
+from mjolnir.bench import heldout, kv_probe, quality, quality_parts, quality_shapes, quality_tables
 from mjolnir.layouts import PagedKV
 from mjolnir.reference import e2m3, paged_sdpa
 
@@ -72,9 +73,10 @@ def measured(nll: float, layers: bool = True) -> dict[str, object]:
 
 def test_document_compares_fp6_with_fp8_too() -> None:
     found = {"bf16": measured(2.0, layers=False), "fp8": measured(2.01), "fp6, max": measured(2.004)}
+    found["fp6, turned"] = {"prefill": scores([2.0] * 3, [2.0] * 3)}  # all that was measured of it
     tables = quality.document("tiny", found)
     rows = {(row["case"], row["part"]): row for row in tables["rows"]}
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert rows["bf16", "decode"]["change_pct"] == 0.0
     assert rows["fp6, max", "decode"]["change_pct"] == pytest.approx(100 * math.expm1(0.004), abs=1e-3)
     assert rows["fp6, max", "decode"]["over_fp8_pct"] == pytest.approx(100 * math.expm1(-0.006), abs=1e-3)
@@ -179,6 +181,8 @@ class FakeLayer:
         if self.kv == kv_probe.FP6:
             assert self.scales is not None
             k, v = (half.transpose(1, 2) for half in cache.chunk(2, dim=-1))
+            if self.scales.k_turn is not None:
+                key, value = (rows @ self.scales.k_turn.bfloat16() for rows in (key, value))
             e2m3.write_kv(key, value, PagedKV(k, v, None), slots, self.scales.k, self.scales.v)
             return
         float8 = torch.float8_e4m3fn if self.kv == "fp8" else None
@@ -196,9 +200,10 @@ def kv_rows() -> tuple[torch.Tensor, torch.Tensor]:
     return key, value
 
 
-def channel_scales(key: torch.Tensor, value: torch.Tensor) -> kv_probe.LayerScales:
-    k, v = (rows.float().abs().amax(0) / e2m3.MAX for rows in (key, value))
-    return kv_probe.LayerScales(k, v, k_fp8=0.5, v_fp8=0.25)
+def channel_scales(key: torch.Tensor, value: torch.Tensor, turn: bool = False) -> kv_probe.LayerScales:
+    matrix = turning.matrix(HEAD) if turn else torch.eye(HEAD)
+    k, v = ((rows.float() @ matrix).abs().amax(0) / e2m3.MAX for rows in (key, value))
+    return kv_probe.LayerScales(k, v, *([matrix, matrix] if turn else []))
 
 
 class TestProbe:
@@ -227,24 +232,25 @@ class TestProbe:
         assert 0.02 < expected < 0.04
         assert figures["k"]["worst_channel"] > figures["k"]["median_channel"] > 0.01
 
-    def test_fp8_scales_are_installed_and_undone_on_reading(self) -> None:
+    def test_fp8_scales_are_undone_on_reading(self) -> None:
         key, value = kv_rows()
         layer = FakeLayer("fp8")
-        kv_probe.set_fp8_scales({"layer": layer}, {"layer": channel_scales(key, value)})
-        assert (float(layer._k_scale), float(layer._v_scale)) == (0.5, 0.25)
+        layer._k_scale.fill_(0.5)
         figures = self.probe(layer, key, value)
         held = kv_probe.through_e4m3(key.float(), 0.5)
         assert figures["k"]["all"] == pytest.approx(quality_shapes.relative_error(held, key.float()), rel=1e-5)
 
-    def test_emulation_writes_what_an_e2m3_cache_would_hold(self) -> None:
+    @pytest.mark.parametrize("turn", [False, True])
+    def test_emulation_writes_what_an_e2m3_cache_would_hold(self, turn: bool) -> None:
         key, value = kv_rows()
-        scales = channel_scales(key, value)
+        scales = channel_scales(key, value, turn)
         layer = FakeLayer("auto")
         kv_probe.emulate_e2m3({"layer": layer}, {"layer": scales})
         emulated = self.probe(layer, key, value)
         real = self.probe(FakeLayer("fp6_e2m3", scales), key, value)
         for part in "kv":  # but for a rounding to bf16
             assert emulated[part]["all"] == pytest.approx(real[part]["all"], rel=0.02)
+            assert 0.02 < real[part]["all"] < 0.04
 
     def test_an_e2m3_cache_is_not_read_without_scales(self) -> None:
         layer = FakeLayer("fp6_e2m3", channel_scales(*kv_rows()))
@@ -274,12 +280,71 @@ def test_large_channels_need_scales_by_channel(monkeypatch: pytest.MonkeyPatch) 
     assert rows["fp6, max by head"]["k_error"] > 3 * rows["fp6, max"]["k_error"]
     assert rows["fp6, max by head"]["output_error"] > 5 * rows["fp6, max"]["output_error"]
     assert rows["fp8"]["v_error"] == pytest.approx(0.0265, abs=0.001)
+    assert rows["fp6, turned"]["v_error"] == pytest.approx(0.029, abs=0.002)
+    assert rows["fp6, turned"]["output_error"] > 5 * rows["fp6, max"]["output_error"]  # why such a K is not turned
 
 
 def test_attention_oracle_by_hand() -> None:
     query = torch.tensor([[[math.log(3.0), 0.0]]])
     keys, values = torch.tensor([[[1.0, 5.0]], [[0.0, 5.0]]]), torch.tensor([[[4.0, 0.0]], [[0.0, 8.0]]])
     assert quality_shapes.attention(query, keys, values).flatten().tolist() == pytest.approx([3.0, 2.0])
+
+
+class TestParts:
+    """What `scripts/bench quality-parts` does to K and V, on rows with a token that a channel can't hold."""
+
+    def rows(self) -> torch.Tensor:
+        rows = torch.randn(1, 2, 600, 64, generator=torch.Generator().manual_seed(5))
+        rows[:, :, 7, 3] = 60.0
+        return rows
+
+    def error(self, way: quality_parts.Way) -> float:
+        rows = self.rows()
+        held = quality_parts.rounding([rows], way)(0, rows)
+        assert held.shape == rows.shape
+        others = [channel for channel in range(64) if channel != 3]
+        return quality_shapes.relative_error(held[..., others], rows[..., others])
+
+    def test_arithmetic_is_the_oracles(self) -> None:
+        rows, scale = self.rows() * 3, torch.rand(64, generator=torch.Generator().manual_seed(6)) + 0.1
+        assert torch.equal(quality_parts.rounded(rows, scale), kv_probe.through_e2m3(rows, scale))
+
+    def test_ways_lose_what_the_format_does(self) -> None:
+        plain, turned = self.error(quality_parts.Way()), self.error(quality_parts.Way(turn=True))
+        assert plain == pytest.approx(0.028, abs=0.003)
+        assert turned == pytest.approx(0.033, abs=0.008)
+        assert self.error(quality_parts.Way(clip="percentile")) > plain
+
+    def test_the_least_clip_gives_up_one_token_for_all_others(self) -> None:
+        rows = self.rows()
+        most, least = (quality_parts.scale_of(rows, clip)[0, 0, 0, 3] for clip in ("max", "least"))
+        assert float(most) == 60.0 / e2m3.MAX
+        assert float(least) <= float(most)
+
+    def test_a_center_takes_an_offset_away(self) -> None:
+        rows = self.rows() + 40.0
+        errors = [
+            float((quality_parts.rounding([rows], way)(0, rows) - rows).norm())
+            for way in (quality_parts.Way(), quality_parts.Way(center=True))
+        ]
+        assert errors[1] < errors[0] / 5
+
+    def test_row(self) -> None:
+        row = quality_parts.row("x", [(0.01, 0.002), (0.03, 0.004)])
+        assert row == {"case": "x", "perplexity_pct": 2.02, "standard_error_pct": 1.0, "divergence_millinats": 3.0}
+
+
+@pytest.mark.parametrize("size", [1, 64, 128, 256])
+def test_a_turn_twice_is_a_factor(size: int) -> None:
+    matrix = turning.matrix(size, torch.bfloat16)
+    assert torch.equal(matrix.float() @ matrix.float(), size * torch.eye(size))
+    assert torch.equal(matrix, matrix.T)
+    assert set(matrix.flatten().tolist()) <= {1.0, -1.0}
+
+
+def test_a_turn_wants_a_power_of_two() -> None:
+    with pytest.raises(ValueError, match="a Hadamard matrix of 80: accepted: a power of two"):
+        turning.matrix(80)
 
 
 class TestPage:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mjolnir import scales
-from mjolnir.calibration import join_ranks, merge, ranges, scale_file
+from mjolnir.calibration import join_ranks, merge, ranges, scale_file, spread
 from mjolnir.errors import ScalesError
 from mjolnir.scales import LayerScales, ModelShape, Origin, ScaleFile
 
@@ -70,6 +70,7 @@ def drop_channel(document) -> None:
         (lambda d: d["layers"]["layers.0"]["k"][1].__setitem__(3, -0.5), r"k\.1\.3=-0\.5: should be greater than 0"),
         (lambda d: d["layers"]["layers.0"]["k"][1].__setitem__(3, 0), r"k\.1\.3=0: should be greater than 0"),
         (lambda d: d["layers"]["layers.0"].update(k_fp8=float("nan")), "NaN is no number"),
+        (lambda d: d["layers"]["layers.0"].update(k_turned="x"), "k_turned='x': should be a valid boolean"),
         (lambda d: d["layers"]["layers.0"].update(k_fp8=float("inf")), "Infinity is no number"),
         (lambda d: d.update(layers={}), "layers: Dictionary should have at least 1 item"),
     ],
@@ -86,10 +87,10 @@ def test_what_can_not_be_used_is_one_line(path: Path, edit, message: str) -> Non
     ("content", "message"),
     [
         (b"", "not whole JSON"),
-        (b'{"format": "mjolnir.kv_scales/3", "model": {"na', "not whole JSON"),
+        (b'{"format": "mjolnir.kv_scales/4", "model": {"na', "not whole JSON"),
         (b"\x80\x81", "not whole JSON"),
-        (b'["a", "list"]', "its format is None; accepted: 'mjolnir.kv_scales/3'"),
-        (b'{"model_type": "llama"}', "its format is None; accepted: 'mjolnir.kv_scales/3'"),
+        (b'["a", "list"]', "its format is None; accepted: 'mjolnir.kv_scales/4'"),
+        (b'{"model_type": "llama"}', "its format is None; accepted: 'mjolnir.kv_scales/4'"),
     ],
 )
 def test_truncated_and_foreign_files(path: Path, content: bytes, message: str) -> None:
@@ -162,25 +163,47 @@ def observed(*, heads=2, layer="layers.0", tokens=10, odd=0, top=4.0) -> dict:
         histogram[..., 72] = 1  # [2^2, 2^2.25)
         arrays[f"{layer}|{part}|largest"] = np.full((heads, SIZE), top, dtype=np.float32)
         arrays[f"{layer}|{part}|histogram"] = histogram
+        arrays[f"{layer}|{part}|peak"] = np.full((heads, SIZE), top / 2, dtype=np.float32)
         arrays[f"{layer}|{part}|counts"] = np.array([tokens, odd])
     return arrays
 
 
 def test_scales_from_the_maximum_and_from_a_percentile() -> None:
     arrays = join_ranks([observed(tokens=1000)] * 2, HEADS)
-    most = scale_file(arrays, SHAPE, "max", 100.0)
+    most = scale_file(arrays, SHAPE, "max", 100.0, False)
     assert most.layers["layers.0"].k == [[4.0 / 7.5] * SIZE] * HEADS
-    assert most.layers["layers.0"].k_fp8 == 4.0 / 448
+    assert most.layers["layers.0"].k_fp8 == 2.0 / 448  # of rows as they come
+    assert not most.layers["layers.0"].k_turned
     assert (most.made.method, most.made.tokens, most.made.percentile) == ("max", 1000, None)
-    clipped = scale_file(arrays, SHAPE, "percentile", 99.9)
+    clipped = scale_file(arrays, SHAPE, "percentile", 99.9, True)
+    assert clipped.layers["layers.0"].v_turned
     assert clipped.layers["layers.0"].v == [[2**-0.75 / 7.5] * SIZE] * HEADS
     assert np.array_equal(ranges(arrays, "layers.0|k", 99.95), np.full((HEADS, SIZE), 4.0))
+
+
+def test_a_layer_with_channels_far_larger_than_the_others_is_not_turned() -> None:
+    arrays = observed(heads=HEADS)
+    arrays["layers.0|k|peak"][1, 3] = 100.0  # of channels of 2.0: a turn would make 35 of them
+    layer = scale_file(arrays, SHAPE, "max", 100.0, True).layers["layers.0"]
+    assert (layer.k_turned, layer.v_turned) == (False, True)
+    assert layer.k[1][:5] == [2.0 / 7.5, 2.0 / 7.5, 2.0 / 7.5, 100.0 / 7.5, 2.0 / 7.5]
+    assert layer.v == [[4.0 / 7.5] * SIZE] * HEADS
+    assert layer.k_fp8 == 100.0 / 448
+    assert spread(arrays["layers.0|k|peak"]) == pytest.approx(((100**2 + 7 * 2**2) / 8) ** 0.5 / 2)
+
+
+def test_a_dead_channel_is_refused_where_rows_are_not_turned() -> None:
+    arrays = observed(heads=HEADS)
+    arrays["layers.0|k|peak"][2, :5] = 0.0
+    with pytest.raises(ScalesError, match=r"K of layers\.0 has 5 channels that were always zero in 10 tokens"):
+        scale_file(arrays, SHAPE, "max", 100.0, True)
 
 
 def test_batches_are_merged_and_copies_of_heads_are_not() -> None:
     merged = merge([observed(top=2.0), observed(top=4.0)])
     assert merged["layers.0|k|largest"].max() == 4.0
     assert merged["layers.0|k|counts"].tolist() == [20, 0]
+    assert merged["layers.0|k|peak"].tolist() == [[2.0] * SIZE] * 2
     assert merged["layers.0|k|histogram"][0, 0, 60] == 18
     ranks = [observed(heads=1, top=float(number)) for number in (1, 1, 2, 2)]
     assert join_ranks(ranks, 2)["layers.0|k|largest"][:, 0].tolist() == [1.0, 2.0]
@@ -196,4 +219,4 @@ def test_batches_are_merged_and_copies_of_heads_are_not() -> None:
 )
 def test_calibration_refuses(arrays: dict, message: str) -> None:
     with pytest.raises(ScalesError, match=message):
-        scale_file(arrays, SHAPE, "max", 100.0)
+        scale_file(arrays, SHAPE, "max", 100.0, False)
