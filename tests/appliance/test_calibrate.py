@@ -233,8 +233,12 @@ def test_a_stop_ends_the_child_and_says_how_to_go_on(
     )
     child(monkeypatch, code)
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(StoppedError) as caught:
-        calibrate.calibrate(settings, Choices(), lambda *_: os.kill(os.getpid(), number))
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        with pytest.raises(StoppedError) as caught:
+            calibrate.calibrate(settings, Choices(), lambda *_: os.kill(os.getpid(), number))
+    finally:
+        signal.signal(signal.SIGINT, ctrl_c)
     assert str(caught.value) == "calibration: stopped after 8 of 64 prompts; the same command goes on there"
     assert signal.getsignal(signal.SIGTERM) is before
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
