@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -141,6 +142,10 @@ def _environment(settings: Settings, gpu: bool, inherited: dict[str, str]) -> di
         wanted["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib or _CPU_KV_CACHE_GIB)
         if "LD_PRELOAD" not in inherited:
             wanted |= engine_libraries()
+        # vLLM's sampler compiles a function of its own for whoever asks for log-probabilities, eager or not; without a
+        # compiler that would be the end of the engine.
+        if "TORCH_COMPILE_DISABLE" not in inherited and shutil.which(inherited.get("CXX", "g++")) is None:
+            wanted["TORCH_COMPILE_DISABLE"] = "1"
     return wanted
 
 

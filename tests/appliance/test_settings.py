@@ -92,6 +92,18 @@ def test_defaults_of_a_cpu(model, monkeypatch, tmp_path):
     assert launch.command[-2:] == ("--uds", str(tmp_path / "engine.sock"))
 
 
+@pytest.mark.parametrize(
+    ("inherited", "program", "found"),
+    [({}, None, "1"), ({}, "/usr/bin/g++", None), ({"TORCH_COMPILE_DISABLE": "0"}, None, "0")],
+)
+def test_without_a_compiler_nothing_is_compiled_on_a_cpu(model, monkeypatch, tmp_path, inherited, program, found):
+    """vLLM's sampler would, for log-probabilities."""
+    monkeypatch.setattr("appliance.command.has_gpu", lambda: False)
+    monkeypatch.setattr("shutil.which", lambda name: {"g++": program}[name])
+    launch = build(settings.load(model=str(model)), inherited, tmp_path, tmp_path / "stats")
+    assert launch.environment.get("TORCH_COMPILE_DISABLE") == found
+
+
 @pytest.mark.parametrize("flag", ["--enforce-eager", "--no-enforce-eager"])
 def test_compiling_is_the_users_choice(model, flag):
     words = arguments(settings.load(model=str(model), engine_args=(flag,)), gpu=False)
