@@ -1,5 +1,6 @@
 """Memory for a start, over a tree that stands for /proc."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ def test_a_machine_that_does_not_tell_has_no_floor(tmp_path):
 
 
 def test_a_model_that_fits_and_one_that_may_hold_twice_its_size(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "appliance.headroom")
     root = machine(tmp_path, 122, 100)
     headroom(root, kv_cache_gib=8).check(40 * GIB)
     assert caplog.records == []
