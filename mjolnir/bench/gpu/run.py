@@ -5,6 +5,7 @@ a time, in turns, so that a drift of the machine meets all of them alike. An eng
 first cause, and the rest goes on.
 """
 
+import abc
 import argparse
 import os
 import sys
@@ -94,7 +95,7 @@ class Run:
         return EngineProcess(engine.name, arguments, environment, self.out.with_name(f"{self.out.stem}-{name}.log"))
 
 
-class Group:
+class Group(abc.ABC):
     """Engines of one shape that are asked the same."""
 
     cache = False  # whether their caches are filled with random values
@@ -131,9 +132,9 @@ class Group:
         for process in self.processes.values():
             process.stop()
 
+    @abc.abstractmethod
     def measure(self) -> None:
         """Ask them."""
-        raise NotImplementedError
 
 
 class Agreement(Group):
