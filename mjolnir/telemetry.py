@@ -12,7 +12,7 @@ logger = logging.getLogger("vllm.mjolnir")
 
 _counters: dict[int, CounterFile] = {}
 _groups: dict[str, GroupInfo] = {}
-_kernels: dict[KernelSource, int] = {}  # counted already
+_kernels: dict[KernelSource, int] = {}  # counted already; what a forked child has from its parent is the parent's
 
 
 def process_counters() -> CounterFile:
@@ -22,7 +22,6 @@ def process_counters() -> CounterFile:
         directory = os.environ.get(names.STATS_DIR_VARIABLE, "").strip() or names.DEFAULT_STATS_DIR
         _counters.clear()
         _groups.clear()
-        _kernels.clear()
         counters = CounterFile(directory, rank=_rank())
         if counters.error:
             logger.warning("Mjolnir: steps are counted but can't be read from outside: %s", counters.error)

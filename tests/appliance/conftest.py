@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from appliance import caches
 from appliance.lifecycle import State
 from appliance.processes import has_variable
 from appliance.serve import Stack, listen
@@ -23,9 +24,11 @@ FAKE = Path(__file__).with_name("fake_engine.py")
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No MJOLNIR_ variable or .env of the developer's reaches a test."""
+    """No MJOLNIR_ variable, compile cache or .env of the developer's reaches a test."""
     for name in [name for name in os.environ if name.startswith("MJOLNIR_")]:
         monkeypatch.delenv(name)
+    for name in caches.VARIABLES:  # the engine's caches are put aside by some tests
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
 
 

@@ -2,10 +2,13 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from mjolnir.names import KernelSource
 
 
 @pytest.fixture(autouse=True)
@@ -39,4 +42,8 @@ def stats_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MJOLNIR_STATS_DIR", str(directory))
     monkeypatch.setattr(telemetry, "_counters", {})
     monkeypatch.setattr(telemetry, "_groups", {})
+    # What other tests of this process have compiled is not this test's.
+    compiler = sys.modules.get("mjolnir.kernels.compiler")
+    made = {source: int(compiler.CACHE_STATS[source]) for source in KernelSource} if compiler else {}
+    monkeypatch.setattr(telemetry, "_kernels", made)
     return directory
