@@ -213,7 +213,7 @@ class _Bench:
     async def rows(self) -> list[dict[str, Any]]:
         """All figures."""
         rows = await self._streams()
-        for milliseconds in (10, 50, 0):
+        for milliseconds in (2, 10, 50, 0):
             rows += await self._sequential(milliseconds)
         return [*rows, _row("idle streams held", [(await _held(self.stub), await _held(self.proxy))])]
 

@@ -14,7 +14,7 @@ import torch
 
 from mjolnir import scales, scratch, turning
 from mjolnir.env import BackendSettings
-from mjolnir.errors import ScalesError
+from mjolnir.errors import ConfigurationError, ScalesError
 from mjolnir.names import FP6_KV_DTYPE
 from mjolnir.pagemap import PageMap, map_pages, runs_of_requests
 from mjolnir.reference import e2m3, packed_rows
@@ -72,9 +72,10 @@ def prepare_layer(impl: Any, vllm_config: Any, dtype: torch.dtype) -> None:
     is written again, into the same memory, which captured graphs refer to.
 
     Raises:
-        ConfigurationError: no scale file is set, or layers are to skip the format.
+        ConfigurationError: no scale file is set, or a request's cache is spread over ranks.
         ScalesError: the file can't be used for this model.
     """
+    _check_parallel(vllm_config.parallel_config)
     layers = _packed_layers(vllm_config)
     name = next(name for name, layer in layers.items() if layer.impl is impl)
     layer = layers[name]
@@ -99,6 +100,13 @@ def prepare_layer(impl: Any, vllm_config: Any, dtype: torch.dtype) -> None:
         _put(layer, reading, values / layer.head_size if turned else values, device)
         _put(layer, turn, turning.matrix(layer.head_size, dtype) if turned else None, device)
     scratch.reserve(device, scratch.tokens_for(vllm_config.model_config.max_model_len), *shape, dtype)
+
+
+def _check_parallel(parallel: Any) -> None:
+    # Pages are expanded by a request's whole length, of which a rank would hold only its share.
+    for way in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, way, 1)) > 1:
+            raise ConfigurationError(f"kv cache dtype fp6_e2m3: {way.replace('_', ' ')} is {size}; accepted: 1")
 
 
 def checked_file(path: str, vllm_config: Any, layers: Mapping[str, Any]) -> scales.ScaleFile:

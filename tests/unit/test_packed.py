@@ -263,6 +263,15 @@ def test_another_model_is_refused(scale_file):
         packed.prepare_layer(layer.impl, config, torch.bfloat16)
 
 
+@pytest.mark.parametrize("way", ["decode", "prefill"])
+def test_context_parallel_is_refused(scale_file, way):
+    layer = PackedLayer()
+    config = config_of({NAMES[0]: layer})
+    setattr(config.parallel_config, f"{way}_context_parallel_size", 2)
+    with pytest.raises(ConfigurationError, match=f"fp6_e2m3: {way} context parallel size is 2; accepted: 1"):
+        packed.prepare_layer(layer.impl, config, torch.bfloat16)
+
+
 def test_it_is_not_calibrated_on(monkeypatch):
     """What would be observed has been rounded by the format already."""
     monkeypatch.setattr("mjolnir.impl.observer", object)
