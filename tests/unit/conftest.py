@@ -47,3 +47,11 @@ def stats_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made = {source: int(compiler.CACHE_STATS[source]) for source in KernelSource} if compiler else {}
     monkeypatch.setattr(telemetry, "_kernels", made)
     return directory
+
+
+@pytest.fixture
+def banner_was_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The banner, which comes once a process, is not in this test's log."""
+    from mjolnir import banner
+
+    monkeypatch.setattr(banner, "_shown", [True])

@@ -16,7 +16,7 @@ from mjolnir.packed import ExpandedMetadata
 from mjolnir.reference import e2m3
 from mjolnir.reference.attention import paged_attention
 from mjolnir.reference.backend import TorchReferenceBackend
-from tests.unit.test_builder import Layer, cam, make_config, make_spec
+from tests.unit.builder_fakes import Layer, cam, make_config, make_spec
 
 pytestmark = pytest.mark.usefixtures("stats_dir")
 

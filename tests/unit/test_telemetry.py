@@ -71,6 +71,8 @@ def test_groups_are_shown_in_order_and_the_last_word_counts():
 
 FORK = """
 import os
+import sys
+from types import SimpleNamespace
 from mjolnir import telemetry
 from mjolnir.counters import GroupInfo
 from mjolnir.names import StepKind
@@ -78,8 +80,13 @@ from mjolnir.names import StepKind
 telemetry._rank = lambda: 0
 telemetry.publish_group(GroupInfo("parents", "fp8", 64, 16, "TORCH_REF"))
 telemetry.process_counters().t5_step(StepKind.DECODE, 1)
+made = {"compiled": 5, "loaded": 0}
+sys.modules["mjolnir.kernels.compiler"] = SimpleNamespace(CACHE_STATS=made)
+telemetry.count_kernels()
 child = os.fork()
 if not child:
+    made["compiled"] += 2
+    telemetry.count_kernels()
     telemetry.process_counters().t5_step(StepKind.VERIFY, 1)
     telemetry.publish_group(GroupInfo("childs", "fp8", 64, 16, "TORCH_REF"))
     os._exit(0)
@@ -97,6 +104,7 @@ def test_forked_child_counts_in_a_file_of_its_own(stats_dir):
     assert result.stdout.split() == [str(parent.pid), str(child.pid)]
     assert (parent.counters["t5:decode"], parent.counters["t5:verify"]) == (2, 0)
     assert (child.counters["t5:decode"], child.counters["t5:verify"]) == (0, 1)
+    assert (parent.counters["kernels:compiled"], child.counters["kernels:compiled"]) == (5, 2)
     assert [info.group for info in parent.groups] == ["parents"]
     assert [info.group for info in child.groups] == ["childs"]
 

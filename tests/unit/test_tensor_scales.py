@@ -12,7 +12,7 @@ from mjolnir.backend import backend_class
 from mjolnir.errors import ScalesError
 from mjolnir.reference import e4m3
 from mjolnir.reference.backend import TorchReferenceBackend
-from tests.unit.test_builder import Layer, cam, make_config, make_spec
+from tests.unit.builder_fakes import Layer, cam, make_config, make_spec
 
 pytestmark = pytest.mark.usefixtures("stats_dir")
 
