@@ -171,7 +171,7 @@ def _wait_none(remaining: Callable[[], list[int]], seconds: float) -> bool:
             return True
         if time.monotonic() >= deadline:
             return False
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)  # nothing tells that a set of others' children, which may still fork, is empty
 
 
 def _parent_and_state(pid: int) -> tuple[int | None, str]:
