@@ -129,7 +129,7 @@ def use(
     with Terminal(quiet=as_json) as terminal:
         while (outcome := fetch(f"{address}/admin/profile", key))["state"] == "switching":
             terminal.say(words_of(fetch(f"{address}/status", key)))
-            time.sleep(_POLL_SECONDS)  # asked again, not streamed: the answer also comes after a lost connection
+            time.sleep(_POLL_SECONDS)  # the outcome has no stream of its own, and the switch goes on without us
     if as_json:
         sys.stdout.write(json.dumps(outcome) + "\n")
     if outcome["state"] != "done":
