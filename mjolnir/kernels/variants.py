@@ -24,7 +24,8 @@ from mjolnir.runner import RunnerConfig
 # Up to as many pieces of a pair, the last program merges them; a launch of its own costs more than it saves. H200,
 # 2026-12-02: at 2 pieces a pair (64x2048) 73 us against 83 us, at 99 (1x4096) 18 us against 13 us.
 MERGE_HERE_PIECES = 8
-MERGE_CHUNK, MERGE_WARPS = 64, 4
+MERGE_WARPS = 4
+FEWEST_MERGED, MOST_MERGED = 16, 128  # pieces that the merge kernel reads at once
 WIDE_WARPS, WIDE_TOKENS, WIDE_TILE = 4, 16, 64  # what the wide kernel is written for
 
 TRITON_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -104,6 +105,12 @@ class Shape:
             return self.tuning.merge_here
         return self.programs <= MERGE_HERE_PIECES * num_seqs * self.config.num_kv_heads * self.q_tiles
 
+    @property
+    def merged_at_once(self) -> int:
+        """Pieces that the merge kernel reads at once: where it can, all pieces of the pairs of a single sequence."""
+        pieces = self.programs // (self.config.num_kv_heads * self.q_tiles)
+        return min(MOST_MERGED, max(FEWEST_MERGED, int(triton.next_power_of_2(pieces))))
+
 
 def shape_of(
     config: RunnerConfig, q_len: int, num_sms: int, arch: str = "default", tuning: StreamTuning | None = None
@@ -167,7 +174,7 @@ def decode_variant(shape: Shape, choice: Choice) -> KernelVariant:
 
 def merge_variant(shape: Shape, choice: Choice) -> KernelVariant:
     """The variant of the merge kernel that goes with a decode variant."""
-    across = shape.config.head_size // 8  # lanes along a row
+    across = shape.config.head_size // (8 * MERGE_WARPS)  # lanes along a warp's part of a row
     arguments = {
         "OUT": f"*{TRITON_TYPES[shape.config.out_dtype]}",
         "SEQ_LENS": "*i32",
@@ -185,8 +192,9 @@ def merge_variant(shape: Shape, choice: Choice) -> KernelVariant:
         "TILE": shape.tile,
         "PACKED": shape.config.kv_format == "e2m3",
         "CHANNEL_SCALES": choice.channel_scales,
-        "CHUNK": MERGE_CHUNK,
-        "PARTS": gl.BlockedLayout([1, 8], [32 // across, across], [MERGE_WARPS, 1], [1, 0]),
+        "CHUNK": shape.merged_at_once,
+        # Each warp sums its own channels of all pieces: nothing is added across warps.
+        "PARTS": gl.BlockedLayout([1, 8], [32 // across, across], [1, MERGE_WARPS], [1, 0]),
         "SEQS": _seqs_layout(shape.config, MERGE_WARPS),
     }
     constants = _constants(shape, choice) | own
@@ -212,7 +220,8 @@ def _label(shape: Shape, choice: Choice) -> str:
 
 
 def _seqs_layout(config: RunnerConfig, warps: int) -> gl.BlockedLayout:
-    return gl.BlockedLayout([max(1, _max_seqs(config) // (32 * warps))], [32], [warps], [0])
+    # Every warp holds up to 256 lengths, all warps the same ones: sums over them need no shared memory and no barrier.
+    return gl.BlockedLayout([min(8, _max_seqs(config) // 32)], [32], [warps], [0])
 
 
 def _max_seqs(config: RunnerConfig) -> int:

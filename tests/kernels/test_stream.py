@@ -1,6 +1,7 @@
 """The CUDA kernels against the float64 oracle: on a GPU for real, elsewhere in the Gluon emulator."""
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -148,26 +149,33 @@ def test_any_number_of_programs_gives_the_same(num_sms: int) -> None:
     assert_right(step, *attend(step))
 
 
-def test_a_captured_step_follows_the_live_lengths() -> None:
-    """The lengths grow on the device after the plan was made: a launch works on what they are when it runs."""
-    step = Step(Case(lengths=(127, 300), out_dtype=torch.bfloat16))
-    runner = runner_for(step.case)
-    short = torch.tensor([3, 17], dtype=torch.int32, device=DEVICE)
-    plan = runner.plan(short, step.block_table.to(DEVICE), q_len=1, causal=True)
+@pytest.mark.parametrize("tuning", [None, WIDE[0], *WGMMA[:2]], ids=lambda tuning: tuning.kernel if tuning else "tuned")
+@pytest.mark.parametrize("merge_here", [True, False])
+def test_a_captured_step_follows_the_live_lengths(tuning: StreamTuning | None, merge_here: bool) -> None:
+    """The lengths change on the device after the plan was made: a launch works on what they are when it runs."""
+    step = Step(Case(lengths=(127, 300, 64), head_size=128 if tuning else 64, out_dtype=torch.bfloat16))
+    tuning = tuning or runner_for(step.case).shapes[1].tuning
+    runner = runner_for(step.case, dataclasses.replace(tuning, merge_here=merge_here))
+    lengths = torch.tensor([3, 17, 0], dtype=torch.int32, device=DEVICE)
+    plan = runner.plan(lengths, step.block_table.to(DEVICE), q_len=1, causal=True)
     query, out = step.query.to(DEVICE), torch.empty_like(step.query, device=DEVICE)
     kv, one = step.cache(), torch.ones(1, device=DEVICE)
     arguments = (plan, query, out, PagedKV(kv.k.to(DEVICE), kv.v.to(DEVICE)), one, one, step.case.head_size**-0.5)
     runner.run(*arguments)
+    replay = functools.partial(runner.run, *arguments)
     if ON_GPU:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             runner.run(*arguments)
-        short.copy_(step.seq_lens)
-        graph.replay()
-    else:
-        short.copy_(step.seq_lens)
-        runner.run(*arguments)
-    assert torch.equal(out.cpu(), attend(step, runner)[0])
+        replay = graph.replay
+    for now in ((3, 17, 0), (127, 300, 64), (0, 300, 1), (127, 2, 64)):
+        step.seq_lens = torch.tensor(now, dtype=torch.int32)
+        lengths.copy_(step.seq_lens)
+        out.fill_(float("nan"))
+        replay()
+        afresh, lse = attend(step, runner)
+        assert torch.equal(out.cpu(), afresh)
+        assert_right(step, afresh, lse)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=["tensor", "head", "sequence and head"])
