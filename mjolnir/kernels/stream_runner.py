@@ -16,7 +16,7 @@ from mjolnir.kernels.variants import Choice, Strides, decode_variant, merge_vari
 from mjolnir.layouts import PagedKV
 from mjolnir.runner import PACKED_HEAD_SIZES, RunnerConfig
 
-ALIGNMENT = 16  # bytes; K and V are read in vectors of as many
+ALIGNMENT = 16  # bytes; memory is read and written in vectors of as many
 WORKERS = 4  # threads that compile
 
 # Replaces compiling and launching: a variant, the grid, the run-time arguments.
@@ -118,12 +118,19 @@ class StreamRunner:
     ) -> None:
         """Attend, for one layer; see `mjolnir.runner.DecodeRunner.run`.
 
-        With e2m3, descales of (num_kv_heads, head_size) elements are by channel.
+        With e2m3, descales of (num_kv_heads, head_size) elements are by channel. A query or an output that does not
+        begin at a multiple of 16 bytes costs a copy.
 
         Raises:
             ConfigurationError: K or V cannot be read in vectors of 16 bytes.
             KernelMissingError: a stream is captured, and this needs a variant that was not compiled before.
         """
+        if query.data_ptr() % ALIGNMENT:
+            query = _aligned_like(query).copy_(query)
+        if out.data_ptr() % ALIGNMENT:
+            self.run(plan, query, aligned := _aligned_like(out), kv, k_scale, v_scale, softmax_scale, lse)
+            out.copy_(aligned)
+            return
         config, shape = self.config, self.shapes[plan.q_len]
         k, v = _words(kv.k, "K"), _words(kv.v, "V")
         if k.stride() != v.stride():
@@ -227,6 +234,11 @@ def variants_of(
 def process_cache() -> KernelCache:
     """The kernel cache of this process, in the directory that the environment names."""
     return KernelCache(BackendSettings.from_env().kernel_cache_directory)
+
+
+def _aligned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory of its own with the same strides, so that the same variants serve."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _words(cache: Any, name: str) -> torch.Tensor:

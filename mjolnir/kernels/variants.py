@@ -165,7 +165,7 @@ def decode_variant(shape: Shape, choice: Choice) -> KernelVariant:
         tuple(arguments.items()),
         tuple(constants.items()),
         label=_label(shape, choice) + (", merging" if choice.merge_here else ""),
-        aligned=("K", "V", "PART_O", "PART_ML"),
+        aligned=("Q", "K", "V", "OUT", "PART_O", "PART_ML"),
         num_warps=tuning.warps,
         maxnreg=tuning.max_registers,
         launch_pdl=tuning.pdl,
@@ -204,7 +204,7 @@ def merge_variant(shape: Shape, choice: Choice) -> KernelVariant:
         tuple(arguments.items()),
         tuple((name, constants[name]) for name in names),
         label=f"merge {_label(shape, choice)}",
-        aligned=("PART_O", "PART_ML"),
+        aligned=("OUT", "PART_O", "PART_ML"),
         num_warps=MERGE_WARPS,
         launch_pdl=shape.tuning.pdl,
     )
@@ -288,6 +288,8 @@ def _wgmma(shape: Shape, _choice: Choice) -> dict[str, Any]:
         "BYTES_SHARED": gl.NVMMASharedLayout(128, 8),
         "PAIRS_SHARED": gl.NVMMASharedLayout(128, 16),
         "P_SHARED": gl.NVMMASharedLayout(128, 16),
+        "PEAKS_SHARED": gl.SwizzledSharedLayout(1, 1, 1, [0]),
+        "PEAKS": gl.BlockedLayout([4], [32], [tuning.warps], [0]),
     }
 
 

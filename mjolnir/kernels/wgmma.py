@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mjolnir.kernels.shares import LOG2_E, NEVER, find_stretch, finish
+from mjolnir.kernels.shares import LOG2_E, NEVER, find_stretch, finish, meet
 
 # Two tokens of two neighbouring channels, e4m3, to the two tokens of either channel, f16.
 CHANNELS_APART = gl.constexpr(
@@ -22,6 +22,7 @@ CHANNELS_APART = gl.constexpr(
 # Weights are relative to a maximum that may be out of date by as much, in powers of two: the sums are brought up to
 # date only when a score exceeds it by more. f16 ends at 2^16.
 HEADROOM = gl.constexpr(8.0)
+HEADROOM_BITS = gl.constexpr(0x41000000)  # of 8.0 in f32: positive numbers compare as their bits do
 
 
 @gluon.jit
@@ -74,10 +75,11 @@ def _fetch(
 
 @gluon.jit
 def _step(
-    K_ROWS, V_ROWS, TABLE_ROW, k_buffers, v_buffers, q_high, q_low, p_shared, tile, until, page_v, page_k, page_s,
-    last_visible, scale, top, total, even, odd, num_pages, PAGE_BYTES: gl.constexpr, TOKEN_BYTES: gl.constexpr,
+    K_ROWS, V_ROWS, TABLE_ROW, k_buffers, v_buffers, q_high, q_low, p_shared, peaks, tile, until, page_v, page_k,
+    page_s, last_visible, scale, top, total, even, odd, num_pages, PAGE_BYTES: gl.constexpr, TOKEN_BYTES: gl.constexpr,
     D: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, COPY: gl.constexpr,
-    SCORES: gl.constexpr, SUMS: gl.constexpr, PAIRS_SHARED: gl.constexpr, MASKED: gl.constexpr, ROWS: gl.constexpr,
+    SCORES: gl.constexpr, SUMS: gl.constexpr, PAIRS_SHARED: gl.constexpr, PEAKS: gl.constexpr, MASKED: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
     """Attend to a tile, and begin to copy the one that is ``STAGES`` further on."""
     token_c = gl.arange(0, TILE, layout=gl.SliceLayout(1, COPY))
@@ -92,31 +94,39 @@ def _step(
     # A page outside of the pool counts as past the end.
     inside = page_s.to(gl.uint32, bitcast=True) < num_pages.to(gl.uint32, bitcast=True)
     bias = gl.expand_dims(gl.where(inside, 0.0, -float("inf")), 1)
-    page_s = _pages(TABLE_ROW, tile + 1, token_s, until, TILE, PAGE)
     s = warpgroup_mma_wait(0, deps=[s])
     s = s * scale + bias
     if MASKED:
         s = gl.where(gl.expand_dims(token_s, 1) <= last_visible - tile * TILE, s, -float("inf"))
     x = s - gl.expand_dims(top, 0)
     p = gl.exp2(x)
-    if gl.max(gl.reshape(x, [TILE * ROWS]), 0) > HEADROOM:
+    p_shared.permute((1, 0)).store(p.to(gl.float16))
+    # Each warp's largest score, as an integer, which is one instruction; the warps exchange them behind the barrier
+    # that the weights need anyway.
+    bits = gl.max(gl.reshape(x.to(gl.int32, bitcast=True), [TILE // 64, 4, 16 * ROWS]), 0)
+    peaks.store(gl.max(bits, 1))
+    fence_async_shared()
+    async_copy.wait_group(STAGES - 2)  # for its V, and behind it the barrier
+    if gl.max(peaks.load(PEAKS), 0) > HEADROOM_BITS:
         new_top = gl.maximum(top, gl.max(s, 0))
         p = gl.exp2(s - gl.expand_dims(new_top, 0))
+        p_shared.permute((1, 0)).store(p.to(gl.float16))
         shrink = gl.exp2(top - new_top)
         total = total * gl.expand_dims(shrink, 0)
         shrink = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(0, SUMS)), 0)
         even = even * shrink
         odd = odd * shrink
         top = new_top
-    p_shared.permute((1, 0)).store(p.to(gl.float16))
-    fence_async_shared()
-    async_copy.wait_group(STAGES - 2)  # for its V
+        fence_async_shared()
+        meet()
     # Every warp is done with this tile's K, and with the V of the tile before.
     _fetch(k_buffers.index(stage), K_ROWS, page_k, tile + STAGES, num_pages, PAGE_BYTES, TOKEN_BYTES, TILE, PAGE)
     behind = (tile + (STAGES - 1)) % STAGES
     _fetch(v_buffers.index(behind), V_ROWS, page_v, tile + STAGES - 1, num_pages, PAGE_BYTES, TOKEN_BYTES, TILE, PAGE)
     async_copy.commit_group()
-    page_v = page_k
+    # For the next step. Pages of K, which are V's a step later, are loaded twice: handing them on would wait for them.
+    page_s = _pages(TABLE_ROW, tile + 1, token_s, until, TILE, PAGE)
+    page_v = _pages(TABLE_ROW, tile + STAGES, token_c, until, TILE, PAGE)
     page_k = _pages(TABLE_ROW, tile + STAGES + 1, token_c, until, TILE, PAGE)
     # Of a thread's own tokens; the threads' sums are added once, at the end.
     total += gl.convert_layout(gl.sum(gl.reshape(p, [TILE // 64, 64, ROWS]), 0), SCORES)
@@ -177,6 +187,8 @@ def wgmma_kernel(
     BYTES_SHARED: gl.constexpr,
     PAIRS_SHARED: gl.constexpr,
     P_SHARED: gl.constexpr,
+    PEAKS_SHARED: gl.constexpr,
+    PEAKS: gl.constexpr,  # (4,): every thread holds all of them
     MERGE_HERE: gl.constexpr,  # else by a launch of its own
     PIECES: gl.constexpr,  # pieces of a pair that are merged at once
     AT_ONCE: gl.constexpr,  # query rows that are merged at once
@@ -201,13 +213,15 @@ def wgmma_kernel(
     place_c = gl.expand_dims(token_c % PAGE * TOKEN_BYTES, 1)
     place_c += gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, COPY)), 0)
     row_s = gl.arange(0, ROWS, layout=gl.SliceLayout(0, SCORES))
-    row_q = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUTPUT)), 1)
-    channel_q = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUT)), 0)
+    # As tokens are copied, 16 elements of a row a thread: few steps to a row's maximum.
+    row_q = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY)), 1)
+    channel_q = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, COPY)), 0)
     k_buffers = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TILE, D], BYTES_SHARED)
     v_buffers = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TILE, D], BYTES_SHARED)
     q_high = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, D], BYTES_SHARED)
     q_low = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, D], BYTES_SHARED)
     p_shared = gl.allocate_shared_memory(gl.float16, [ROWS, TILE], P_SHARED)
+    peaks = gl.allocate_shared_memory(gl.int32, [4], PEAKS_SHARED)
     while place < end:
         length = gl.load(SEQ_LENS + seq)
         seq_tiles = gl.maximum(gl.cdiv(length, TILE), 1)
@@ -269,15 +283,15 @@ def wgmma_kernel(
         border = gl.minimum(gl.maximum(first_hidden // TILE, tile), tile_end)
         for step in range(tile, border):
             page_v, page_k, page_s, top, total, even, odd = _step(
-                K_ROWS, V_ROWS, TABLE_ROW, k_buffers, v_buffers, q_high, q_low, p_shared, step, until, page_v, page_k,
-                page_s, last_visible, scale, top, total, even, odd, num_pages, PAGE_BYTES, TOKEN_BYTES, D, PAGE, TILE,
-                STAGES, COPY, SCORES, SUMS, PAIRS_SHARED, False, ROWS,
+                K_ROWS, V_ROWS, TABLE_ROW, k_buffers, v_buffers, q_high, q_low, p_shared, peaks, step, until, page_v,
+                page_k, page_s, last_visible, scale, top, total, even, odd, num_pages, PAGE_BYTES, TOKEN_BYTES, D, PAGE,
+                TILE, STAGES, COPY, SCORES, SUMS, PAIRS_SHARED, PEAKS, False, ROWS,
             )  # fmt: skip
         for step in range(border, tile_end):
             page_v, page_k, page_s, top, total, even, odd = _step(
-                K_ROWS, V_ROWS, TABLE_ROW, k_buffers, v_buffers, q_high, q_low, p_shared, step, until, page_v, page_k,
-                page_s, last_visible, scale, top, total, even, odd, num_pages, PAGE_BYTES, TOKEN_BYTES, D, PAGE, TILE,
-                STAGES, COPY, SCORES, SUMS, PAIRS_SHARED, True, ROWS,
+                K_ROWS, V_ROWS, TABLE_ROW, k_buffers, v_buffers, q_high, q_low, p_shared, peaks, step, until, page_v,
+                page_k, page_s, last_visible, scale, top, total, even, odd, num_pages, PAGE_BYTES, TOKEN_BYTES, D, PAGE,
+                TILE, STAGES, COPY, SCORES, SUMS, PAIRS_SHARED, PEAKS, True, ROWS,
             )  # fmt: skip
         async_copy.wait_group(0)
 

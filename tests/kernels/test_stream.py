@@ -202,6 +202,24 @@ def test_query_that_is_a_view_of_a_fused_qkv() -> None:
     assert_right(step, *attend(step, query=view))
 
 
+def test_query_and_output_at_odd_addresses() -> None:
+    step = Step(Case(lengths=(140, 17), q_len=2, out_dtype=torch.bfloat16))
+    runner = runner_for(step.case)
+    expected, lse = attend(step, runner)
+    assert_right(step, expected, lse)
+    query, out = (
+        torch.empty(step.query.numel() + 3, dtype=torch.bfloat16, device=DEVICE)[3:].view(step.query.shape)
+        for _ in range(2)
+    )
+    query.copy_(step.query)
+    kv, one = step.cache(), torch.ones(1, device=DEVICE)
+    plan = runner.plan(step.seq_lens.to(DEVICE), step.block_table.to(DEVICE), q_len=2, causal=True)
+    kv = PagedKV(kv.k.to(DEVICE), kv.v.to(DEVICE))
+    runner.run(plan, query, out, kv, one, one, step.case.head_size**-0.5)
+    assert torch.equal(out.cpu(), expected)
+    assert len({choice.strides for choice in runner._compiled}) == 1  # those at even addresses: nothing else compiles
+
+
 @pytest.mark.parametrize(
     ("head_size", "tuning"), [(64, None), (128, None), (256, None), (128, WIDE[0]), (128, WGMMA[0])]
 )

@@ -1,6 +1,8 @@
 """Launch configurations: the files' and the autotuner's."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,3 +73,15 @@ def test_candidates_fit_an_sm(kind: autotune.Class) -> None:
 def test_tokens_of_a_tile(each: StreamTuning, tile: int) -> None:
     config = RunnerConfig(64, 8, 128, 16, torch.bfloat16, 1, torch.device("cpu"), max_q_len=4)
     assert shape_of(config, 4, 132, tuning=each).tile == tile
+
+
+def test_tuning_some_classes_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    def row(kv_format: str, head_size: int, query_rows: int, warps: int) -> dict[str, Any]:
+        tuned = {"warps": warps}
+        return {"kv_format": kv_format, "head_size": head_size, "query_rows": query_rows, "tuning": tuned}
+
+    file = tmp_path / "sm_90.json"
+    found = [row("fp8", 128, 8, 2)]
+    assert autotune.updated(file, found) == found
+    file.write_text(json.dumps({"rows": [row("fp8", 64, 8, 4), row("fp8", 128, 8, 4), row("e2m3", 128, 8, 4)]}))
+    assert autotune.updated(file, found) == [row("fp8", 64, 8, 4), row("fp8", 128, 8, 2), row("e2m3", 128, 8, 4)]
