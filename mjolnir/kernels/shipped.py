@@ -21,7 +21,7 @@ MAX_NUM_SEQS = 256
 WORD = 4  # bytes
 MODELS = ((32, 8, 128), (24, 4, 256), (64, 8, 128), (9, 3, 64))  # query heads, KV heads, head size
 # (KV format, query tokens, page sizes)
-STEPS = (("fp8", 1, (16, 128)), ("fp8", 2, (16,)), ("fp8", 4, (16,)), ("e2m3", 1, (16, 128)), ("e2m3", 4, (16,)))
+STEPS = (("fp8", 1, (16, 128)), ("fp8", 2, (16,)), ("fp8", 4, (16, 128)), ("e2m3", 1, (16, 128)), ("e2m3", 4, (16,)))
 PACKED_HEAD_SIZES = (128, 256)
 
 

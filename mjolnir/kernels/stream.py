@@ -106,6 +106,7 @@ def stream_kernel(
     Q_TILES: gl.constexpr = (Q_LEN * GROUP + ROWS - 1) // ROWS
     PAIRS: gl.constexpr = KV_HEADS * Q_TILES
     QUERY: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
+    UNIT: gl.constexpr = PACKED_FACTOR if PACKED else 1.0  # of K's and V's codes
     if PDL:
         gdc_wait()
     line, sharing, place, end, seq, ahead = find_stretch(
@@ -133,6 +134,20 @@ def stream_kernel(
         V_HEAD = V + kv_head.to(gl.int64) * HEAD_STRIDE
         TABLE_ROW = BLOCK_TABLE + seq.to(gl.int64) * table_stride
 
+        # The query before anything that waits for page numbers.
+        n = gl.expand_dims(gl.expand_dims(warp_q * R, 1), 2) + gl.expand_dims(gl.expand_dims(row_q, 0), 1)
+        n += q_tile * ROWS
+        token_q = seq.to(gl.int64) * Q_LEN + n // GROUP
+        q_at = token_q * Q_TOKEN_STRIDE + (kv_head * GROUP + n % GROUP) * Q_HEAD_STRIDE
+        q = gl.load(Q + (q_at + channel_q), mask=(n < Q_LEN * GROUP) & (channel_q >= 0), other=0.0)
+        v_scale = UNIT
+        if CHANNEL_SCALES:
+            factor = gl.load(K_SCALE + kv_head * D + k_channel(k_q, D, PACKED))
+        else:
+            scale_at = seq * scale_seq_stride + kv_head * scale_head_stride
+            k_scale = gl.load(K_SCALE + scale_at)
+            v_scale = gl.load(V_SCALE + scale_at) * UNIT
+
         at = (tile * GROUPS + warp) * T
         low, high = load_pages(TABLE_ROW, at, length, T, PAGE)
         ka, kb, kc = load_rows(
@@ -142,22 +157,11 @@ def stream_kernel(
             V_HEAD, low, high, at, length, num_pages, PAGE_STRIDE, TOKEN_STRIDE, D, T, PAGE, PACKED, True, V_WORDS
         )
 
-        n = gl.expand_dims(gl.expand_dims(warp_q * R, 1), 2) + gl.expand_dims(gl.expand_dims(row_q, 0), 1)
-        n += q_tile * ROWS
-        token_q = seq.to(gl.int64) * Q_LEN + n // GROUP
-        q_at = token_q * Q_TOKEN_STRIDE + (kv_head * GROUP + n % GROUP) * Q_HEAD_STRIDE
-        q = gl.load(Q + (q_at + channel_q), mask=(n < Q_LEN * GROUP) & (channel_q >= 0), other=0.0)
-        scale = softmax_scale * LOG2_E
-        v_scale = 1.0
+        scale = softmax_scale * LOG2_E * UNIT
         if CHANNEL_SCALES:
-            factor = gl.load(K_SCALE + kv_head * D + k_channel(k_q, D, PACKED))
             q = q.to(gl.float32) * gl.expand_dims(gl.expand_dims(factor, 0), 2)
         else:
-            scale_at = seq * scale_seq_stride + kv_head * scale_head_stride
-            scale = scale * gl.load(K_SCALE + scale_at)
-            v_scale = gl.load(V_SCALE + scale_at)
-        if PACKED:
-            scale = scale * PACKED_FACTOR
+            scale = scale * k_scale
         q = q.to(gl.float16)
         row = gl.expand_dims(warp_s * R, 1) + gl.expand_dims(row_s, 0) + q_tile * ROWS
         if CAUSAL and Q_LEN > 1:  # noqa: SIM108  (Triton's ternary wants two scalars)
@@ -208,8 +212,6 @@ def stream_kernel(
         o = gl.convert_layout(in_channel_order(o, D, ROWS, PACKED), OUTPUT)
         best = gl.convert_layout(best, gl.SliceLayout(1, OUTPUT))
         sum_ = gl.convert_layout(sum_, gl.SliceLayout(1, OUTPUT))
-        if PACKED:
-            v_scale = v_scale * PACKED_FACTOR
         finish(
             o, best, sum_, OUT, LSE, PART_O, PART_ML, ARRIVED, V_SCALE, v_scale, tile, tile_end, seq_tiles, pair_begin,
             line, sharing, seq, pair, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE, KV_HEADS, GROUP, Q_LEN, ROWS, Q_TILES, D,

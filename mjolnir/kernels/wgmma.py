@@ -48,38 +48,43 @@ def _split(q):
 
 @gluon.jit
 def _pages(TABLE_ROW, tile, token, until, TILE: gl.constexpr, PAGE: gl.constexpr):
-    """Pages of a tile's tokens; -1 at and past ``until``, where the table is not read."""
-    # The sums are of what a thread knows once and for all, and what all threads have in common.
+    """Pages of a tile's tokens, -1 at and past ``until``, where the table is not read; or the one page of them all."""
     if PAGE < TILE:
+        # The sums are of what a thread knows once and for all, and what all threads have in common.
         entry = TABLE_ROW + tile * (TILE // PAGE) + token // PAGE
+        page = gl.load(entry, mask=token < until - tile * TILE, other=-1)
     else:
-        entry = TABLE_ROW + tile // (PAGE // TILE) + token * 0
-    return gl.load(entry, mask=token < until - tile * TILE, other=-1)
+        page = gl.load(TABLE_ROW + tile // (PAGE // TILE), mask=tile * TILE < until, other=-1)
+    return page
 
 
 @gluon.jit
 def _fetch(
-    buffer, ROWS_AT, page, tile, num_pages, PAGE_BYTES: gl.constexpr, TOKEN_BYTES: gl.constexpr, TILE: gl.constexpr,
-    PAGE: gl.constexpr,
+    buffer, HEAD, place, page, tile, token, until, num_pages, PAGE_BYTES: gl.constexpr, TOKEN_BYTES: gl.constexpr,
+    TILE: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy the rows of a tile's tokens to shared memory; zeros for those of pages outside of the pool.
+    """Begin to copy the rows of a tile's tokens to shared memory; zeros past the end and for pages not of the pool.
 
-    ``ROWS_AT``: (TILE, D) where the rows would be in page 0.
+    ``place``: (TILE, D) bytes from the head's first row to where the rows are in a page.
     """
-    at = gl.expand_dims(page.to(gl.int64) * PAGE_BYTES, 1)
-    if PAGE > TILE:
-        at += tile % (PAGE // TILE) * (TILE * TOKEN_BYTES)
-    inside = gl.expand_dims(page.to(gl.uint32, bitcast=True) < num_pages.to(gl.uint32, bitcast=True), 1)
-    async_copy.async_copy_global_to_shared(buffer, ROWS_AT + at, mask=inside)
+    at = page.to(gl.int64) * PAGE_BYTES
+    live = page.to(gl.uint32, bitcast=True) < num_pages.to(gl.uint32, bitcast=True)
+    # What all threads, or all steps, have in common is added first.
+    if PAGE < TILE:
+        rows = (HEAD + place) + gl.expand_dims(at, 1)
+    else:
+        rows = (HEAD + at + tile % (PAGE // TILE) * (TILE * TOKEN_BYTES)) + place
+        live = live & (token < until - tile * TILE)
+    async_copy.async_copy_global_to_shared(buffer, rows, mask=gl.expand_dims(live, 1))
 
 
 @gluon.jit
 def _step(
-    K_ROWS, V_ROWS, TABLE_ROW, k_buffers, v_buffers, q_high, q_low, p_shared, peaks, tile, until, page_v, page_k,
-    page_s, last_visible, scale, top, total, even, odd, num_pages, PAGE_BYTES: gl.constexpr, TOKEN_BYTES: gl.constexpr,
-    D: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, COPY: gl.constexpr,
-    SCORES: gl.constexpr, SUMS: gl.constexpr, PAIRS_SHARED: gl.constexpr, PEAKS: gl.constexpr, MASKED: gl.constexpr,
-    ROWS: gl.constexpr,
+    K_HEAD, V_HEAD, place_c, TABLE_ROW, k_buffers, v_buffers, q_high, q_low, p_shared, peaks, tile, until, page_v,
+    page_k, page_s, last_visible, scale, top, total, even, odd, num_pages, PAGE_BYTES: gl.constexpr,
+    TOKEN_BYTES: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    COPY: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr, PAIRS_SHARED: gl.constexpr, PEAKS: gl.constexpr,
+    MASKED: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Attend to a tile, and begin to copy the one that is ``STAGES`` further on."""
     token_c = gl.arange(0, TILE, layout=gl.SliceLayout(1, COPY))
@@ -93,7 +98,9 @@ def _step(
     s = warpgroup_mma(k_buffers.index(stage), q_high.permute((1, 0)), s, is_async=True)
     # A page outside of the pool counts as past the end.
     inside = page_s.to(gl.uint32, bitcast=True) < num_pages.to(gl.uint32, bitcast=True)
-    bias = gl.expand_dims(gl.where(inside, 0.0, -float("inf")), 1)
+    bias = gl.where(inside, 0.0, -float("inf"))
+    if PAGE < TILE:
+        bias = gl.expand_dims(bias, 1)
     s = warpgroup_mma_wait(0, deps=[s])
     s = s * scale + bias
     if MASKED:
@@ -120,9 +127,15 @@ def _step(
         fence_async_shared()
         meet()
     # Every warp is done with this tile's K, and with the V of the tile before.
-    _fetch(k_buffers.index(stage), K_ROWS, page_k, tile + STAGES, num_pages, PAGE_BYTES, TOKEN_BYTES, TILE, PAGE)
+    _fetch(
+        k_buffers.index(stage), K_HEAD, place_c, page_k, tile + STAGES, token_c, until, num_pages, PAGE_BYTES,
+        TOKEN_BYTES, TILE, PAGE,
+    )  # fmt: skip
     behind = (tile + (STAGES - 1)) % STAGES
-    _fetch(v_buffers.index(behind), V_ROWS, page_v, tile + STAGES - 1, num_pages, PAGE_BYTES, TOKEN_BYTES, TILE, PAGE)
+    _fetch(
+        v_buffers.index(behind), V_HEAD, place_c, page_v, tile + STAGES - 1, token_c, until, num_pages, PAGE_BYTES,
+        TOKEN_BYTES, TILE, PAGE,
+    )  # fmt: skip
     async_copy.commit_group()
     # For the next step. Pages of K, which are V's a step later, are loaded twice: handing them on would wait for them.
     page_s = _pages(TABLE_ROW, tile + 1, token_s, until, TILE, PAGE)
@@ -231,9 +244,17 @@ def wgmma_kernel(
         q_tile = pair % Q_TILES
         tile = place - pair_begin
         tile_end = gl.minimum(seq_tiles, end - pair_begin)
-        K_ROWS = K + kv_head.to(gl.int64) * (4 * HEAD_STRIDE) + place_c
-        V_ROWS = V + kv_head.to(gl.int64) * (4 * HEAD_STRIDE) + place_c
+        K_HEAD = K + kv_head.to(gl.int64) * (4 * HEAD_STRIDE)
+        V_HEAD = V + kv_head.to(gl.int64) * (4 * HEAD_STRIDE)
         TABLE_ROW = BLOCK_TABLE + seq.to(gl.int64) * table_stride
+
+        # The query before anything that waits for page numbers.
+        n = row_q + q_tile * ROWS
+        q_at = (seq.to(gl.int64) * Q_LEN + n // GROUP) * Q_TOKEN_STRIDE + (kv_head * GROUP + n % GROUP) * Q_HEAD_STRIDE
+        q = gl.load(Q + (q_at + channel_q), mask=(n < Q_LEN * GROUP) & (channel_q >= 0), other=0.0)
+        scale_at = seq * scale_seq_stride + kv_head * scale_head_stride
+        k_scale = gl.load(K_SCALE + scale_at)
+        v_scale = gl.load(V_SCALE + scale_at)
 
         # A stretch may end ahead of its sequence: what lies behind it is not loaded.
         until = gl.minimum(length, tile_end * TILE)
@@ -243,28 +264,24 @@ def wgmma_kernel(
         for ahead_by in gl.static_range(STAGES):
             stage = (tile + ahead_by) % STAGES
             _fetch(
-                k_buffers.index(stage), K_ROWS, page_k, tile + ahead_by, num_pages, PAGE_BYTES, TOKEN_BYTES, TILE, PAGE
-            )
+                k_buffers.index(stage), K_HEAD, place_c, page_k, tile + ahead_by, token_c, until, num_pages, PAGE_BYTES,
+                TOKEN_BYTES, TILE, PAGE,
+            )  # fmt: skip
             if ahead_by < STAGES - 1:
                 _fetch(
-                    v_buffers.index(stage), V_ROWS, page_k, tile + ahead_by, num_pages, PAGE_BYTES, TOKEN_BYTES, TILE,
-                    PAGE,
+                    v_buffers.index(stage), V_HEAD, place_c, page_k, tile + ahead_by, token_c, until, num_pages,
+                    PAGE_BYTES, TOKEN_BYTES, TILE, PAGE,
                 )  # fmt: skip
             async_copy.commit_group()
             page_v = page_k
             page_k = _pages(TABLE_ROW, tile + ahead_by + 1, token_c, until, TILE, PAGE)
 
-        n = row_q + q_tile * ROWS
-        q_at = (seq.to(gl.int64) * Q_LEN + n // GROUP) * Q_TOKEN_STRIDE + (kv_head * GROUP + n % GROUP) * Q_HEAD_STRIDE
-        q = gl.load(Q + (q_at + channel_q), mask=(n < Q_LEN * GROUP) & (channel_q >= 0), other=0.0)
         high, low, down = _split(q.to(gl.float32))
         q_high.store(high)
         q_low.store(low)
         fence_async_shared()
-        scale_at = seq * scale_seq_stride + kv_head * scale_head_stride
-        scale = softmax_scale * LOG2_E * gl.load(K_SCALE + scale_at) * down
+        scale = softmax_scale * LOG2_E * k_scale * down
         scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(0, SCORES)), 0)
-        v_scale = gl.load(V_SCALE + scale_at)
         row = row_s + q_tile * ROWS
         if CAUSAL and Q_LEN > 1:  # noqa: SIM108  (Triton's ternary wants two scalars)
             last_visible = length - Q_LEN + row // GROUP
@@ -283,15 +300,15 @@ def wgmma_kernel(
         border = gl.minimum(gl.maximum(first_hidden // TILE, tile), tile_end)
         for step in range(tile, border):
             page_v, page_k, page_s, top, total, even, odd = _step(
-                K_ROWS, V_ROWS, TABLE_ROW, k_buffers, v_buffers, q_high, q_low, p_shared, peaks, step, until, page_v,
-                page_k, page_s, last_visible, scale, top, total, even, odd, num_pages, PAGE_BYTES, TOKEN_BYTES, D, PAGE,
-                TILE, STAGES, COPY, SCORES, SUMS, PAIRS_SHARED, PEAKS, False, ROWS,
+                K_HEAD, V_HEAD, place_c, TABLE_ROW, k_buffers, v_buffers, q_high, q_low, p_shared, peaks, step, until,
+                page_v, page_k, page_s, last_visible, scale, top, total, even, odd, num_pages, PAGE_BYTES, TOKEN_BYTES,
+                D, PAGE, TILE, STAGES, COPY, SCORES, SUMS, PAIRS_SHARED, PEAKS, False, ROWS,
             )  # fmt: skip
         for step in range(border, tile_end):
             page_v, page_k, page_s, top, total, even, odd = _step(
-                K_ROWS, V_ROWS, TABLE_ROW, k_buffers, v_buffers, q_high, q_low, p_shared, peaks, step, until, page_v,
-                page_k, page_s, last_visible, scale, top, total, even, odd, num_pages, PAGE_BYTES, TOKEN_BYTES, D, PAGE,
-                TILE, STAGES, COPY, SCORES, SUMS, PAIRS_SHARED, PEAKS, True, ROWS,
+                K_HEAD, V_HEAD, place_c, TABLE_ROW, k_buffers, v_buffers, q_high, q_low, p_shared, peaks, step, until,
+                page_v, page_k, page_s, last_visible, scale, top, total, even, odd, num_pages, PAGE_BYTES, TOKEN_BYTES,
+                D, PAGE, TILE, STAGES, COPY, SCORES, SUMS, PAIRS_SHARED, PEAKS, True, ROWS,
             )  # fmt: skip
         async_copy.wait_group(0)
 

@@ -121,6 +121,14 @@ def wide_kernel(
         V_HEAD = V + kv_head.to(gl.int64) * HEAD_STRIDE
         TABLE_ROW = BLOCK_TABLE + seq.to(gl.int64) * table_stride
 
+        # The query before anything that waits for page numbers.
+        n = row_q + q_tile * ROWS
+        q_at = (seq.to(gl.int64) * Q_LEN + n // GROUP) * Q_TOKEN_STRIDE + (kv_head * GROUP + n % GROUP) * Q_HEAD_STRIDE
+        q = gl.load(Q + (q_at + channel_q), mask=(n < Q_LEN * GROUP) & (channel_q >= 0), other=0.0)
+        scale_at = seq * scale_seq_stride + kv_head * scale_head_stride
+        scale = softmax_scale * LOG2_E * gl.load(K_SCALE + scale_at)
+        v_scale = gl.load(V_SCALE + scale_at)
+
         at_k = tile * TILE + group_k * 16
         at_v = tile * TILE + group_v * 16
         key = tile * TILE + token_s
@@ -160,13 +168,7 @@ def wide_kernel(
             V_WORDS,
         )
 
-        n = row_q + q_tile * ROWS
-        q_at = (seq.to(gl.int64) * Q_LEN + n // GROUP) * Q_TOKEN_STRIDE + (kv_head * GROUP + n % GROUP) * Q_HEAD_STRIDE
-        q = gl.load(Q + (q_at + channel_q), mask=(n < Q_LEN * GROUP) & (channel_q >= 0), other=0.0)
         q_shared.store(q.to(gl.float16))
-        scale_at = seq * scale_seq_stride + kv_head * scale_head_stride
-        scale = softmax_scale * LOG2_E * gl.load(K_SCALE + scale_at)
-        v_scale = gl.load(V_SCALE + scale_at)
         row = row_s + q_tile * ROWS
         if CAUSAL and Q_LEN > 1:  # noqa: SIM108  (Triton's ternary wants two scalars)
             last_visible = length - Q_LEN + row // GROUP
