@@ -7,8 +7,8 @@ Standard library only.
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import NoReturn
@@ -43,12 +43,13 @@ class Hunk:
 
 @dataclass(frozen=True)
 class FilePatch:
-    """All hunks of one file, and its blob ids before and after them."""
+    """All hunks of one file, its blob ids before and after them, and the section of the patch as it was read."""
 
     path: str
     before: str
     after: str
     hunks: tuple[Hunk, ...]
+    section: bytes = field(default=b"", compare=False, repr=False)
 
     def reversed(self) -> "FilePatch":
         """The change that takes this one back."""
@@ -88,6 +89,10 @@ class Patch:
     header: bytes
     files: tuple[FilePatch, ...]
     changed_lines: int
+
+    def without(self, paths: Collection[str]) -> "Patch":
+        """This patch with the sections of these files left out."""
+        return replace(self, files=tuple(file for file in self.files if file.path not in paths))
 
     def field(self, name: str) -> str:
         """The value of ``Name: value`` in the header, continuation lines joined; empty when missing."""
@@ -186,6 +191,7 @@ def _check_header(reader: _Reader, header: bytes) -> None:
 
 
 def _parse_file(reader: _Reader) -> FilePatch:
+    start = reader.number
     diff = reader.match(_DIFF, "`diff --git a/PATH b/PATH`")
     path = diff.group(1).decode()
     if diff.group(2) != diff.group(1):
@@ -198,7 +204,8 @@ def _parse_file(reader: _Reader) -> FilePatch:
     hunks = [_parse_hunk(reader)]
     while (line := reader.peek()) is not None and not line.startswith(b"diff --git "):
         hunks.append(_parse_hunk(reader))
-    return FilePatch(path, index.group(1).decode(), index.group(2).decode(), tuple(hunks))
+    section = b"".join(line + b"\n" for line in reader.lines[start : reader.number])
+    return FilePatch(path, index.group(1).decode(), index.group(2).decode(), tuple(hunks), section)
 
 
 def _parse_hunk(reader: _Reader) -> Hunk:
@@ -223,7 +230,12 @@ def _parse_hunk(reader: _Reader) -> Hunk:
 
 def render_diff(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> bytes:
     """The ``diff --git`` sections from one set of texts to another, in the order of their paths."""
-    return b"".join(_render_file(path, old[path], new[path]) for path in sorted(new) if new[path] != old[path])
+    return b"".join(render_sections(old, new).values())
+
+
+def render_sections(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> dict[str, bytes]:
+    """As :func:`render_diff`, each section by its path."""
+    return {path: _render_file(path, old[path], new[path]) for path in sorted(new) if new[path] != old[path]}
 
 
 def _render_file(path: str, old: bytes, new: bytes) -> bytes:

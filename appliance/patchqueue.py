@@ -11,43 +11,45 @@ Standard library only: an image build runs this before anything else is installe
 
 import argparse
 import importlib.util
-import os
 import re
-import shutil
 import sys
-import tempfile
 import tomllib
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from appliance.errors import PatchError
-from appliance.patchformat import Patch, blob_id, parse_patch, render_diff
+from appliance.patchformat import Patch, blob_id, parse_patch, render_sections
+from appliance.patchtree import Tree, write_tree
 
 MAX_CHANGED_LINES = 120
 REQUIRED_FIELDS = ("Why", "Why-Not-A-Plugin", "Origin", "Forwarded", "Remove-When", "Test")
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-Tree = dict[str, bytes]
-"""Path relative to site-packages, and content."""
-
 
 @dataclass(frozen=True)
 class Upstream:
-    """What the queue is made for: ``upstream.toml``."""
+    """What the queue is made for: ``upstream.toml``.
+
+    Attributes:
+        version: of vLLM.
+        distributions: names under which it is installed.
+        only_in: files that not every distribution carries, and those which do.
+    """
 
     version: str
     distributions: tuple[str, ...]
+    only_in: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Queue:
-    """A loaded patch queue, in the order of its series."""
+    """A loaded patch queue, in the order of its series; ``left_out`` are files that a tree does without."""
 
     folder: Path
     upstream: Upstream
     patches: tuple[Patch, ...]
+    left_out: tuple[str, ...] = ()
 
     def paths(self) -> list[str]:
         """Every file that the series touches, sorted."""
@@ -100,11 +102,17 @@ def _read_text(path: Path) -> str:
 def _load_upstream(path: Path) -> Upstream:
     try:
         table = tomllib.loads(_read_text(path))
-        return Upstream(str(table["version"]), tuple(str(name) for name in table["distributions"]))
+        only_in = {str(file): tuple(map(str, names)) for file, names in table.get("only_in", {}).items()}
+        upstream = Upstream(str(table["version"]), tuple(map(str, table["distributions"])), only_in)
     except tomllib.TOMLDecodeError as error:
         raise PatchError(f"{path}: not TOML: {error}") from error
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise PatchError(f"{path}: needs `version` and a list `distributions` ({error})") from error
+    for file, names in only_in.items():
+        # A misspelt name would leave the file out where it belongs.
+        if not names or set(names) - set(upstream.distributions):
+            raise PatchError(f"{path}: only_in: {file}: accepted: a list out of {', '.join(upstream.distributions)}")
+    return upstream
 
 
 def _check_chain(queue: Queue) -> None:
@@ -128,25 +136,50 @@ def find_root() -> Path:
     return Path(spec.origin).parent.parent
 
 
-def check_version(root: Path, upstream: Upstream) -> None:
-    """Refuse a tree of another vLLM version, read from the distributions' metadata folders.
+def check_version(root: Path, upstream: Upstream) -> set[str]:
+    """Refuse a tree of another vLLM version, read from the distributions' metadata folders; returns their names.
 
     Raises:
         PatchError: no distribution of vLLM is there, or one of another version.
     """
     wanted = upstream.version
-    found: list[str] = []
+    found: set[str] = set()
     for name in upstream.distributions:
         stem = re.sub(r"[-_.]+", "_", name)
         for folder in root.glob(f"{stem}-*.dist-info"):
             version = folder.name[len(stem) + 1 : -len(".dist-info")]
-            found.append(f"{name} {version}")
+            found.add(name)
             # A local part (+cu130, +cpu) tells how it was built, not from which sources.
             if version.split("+")[0] != wanted:
                 raise PatchError(f"{root}: found {name} {version}; the patch queue is made for {wanted}")
     if not found:
         names = " or ".join(upstream.distributions)
         raise PatchError(f"{root}: found no distribution {names}; the patch queue is made for {wanted}")
+    return found
+
+
+def fit(root: Path, queue: Queue) -> Queue:
+    """The queue without the files that the tree's distribution does not carry.
+
+    Which these are is told by ``only_in`` and by the name of the distribution, never by a file's absence: one
+    that should be there and is not stays an error.
+
+    Raises:
+        PatchError: such a file is there all the same, or the version is another one.
+    """
+    found = check_version(root, queue.upstream)
+    left_out = sorted(path for path, names in queue.upstream.only_in.items() if not found & set(names))
+    for path in left_out:
+        if (root / path).exists():
+            names = " or ".join(queue.upstream.only_in[path])
+            raise PatchError(f"{root / path}: is there, but only {names} should have it, not {' or '.join(found)}")
+    return replace(queue, patches=tuple(patch.without(left_out) for patch in queue.patches), left_out=tuple(left_out))
+
+
+def _told(queue: Queue) -> str:
+    """Which files a fitted queue leaves out, in brackets; nothing where it leaves out none."""
+    only = [f"{path} is only in {', '.join(queue.upstream.only_in[path])}" for path in queue.left_out]
+    return f" ({'; '.join(only)})" if only else ""
 
 
 def read_tree(root: Path, queue: Queue) -> Tree:
@@ -202,69 +235,18 @@ def tree_states(queue: Queue, tree: Tree, applied: int) -> list[Tree]:
     return [states[index] for index in range(len(queue.patches) + 1)]
 
 
-def write_tree(root: Path, old: Tree, new: Tree) -> list[str]:
-    """Write the files that differ, all or none of them; returns their paths.
-
-    New contents lie beside the old ones before the first rename. A rename also leaves alone what an
-    installer may have hard-linked from its cache.
-
-    Raises:
-        PatchError: the tree can't be written; it is then as it was.
-    """
-    changed = [path for path in new if new[path] != old[path]]
-    staged: list[tuple[Path, Path]] = []
-    renamed: list[str] = []
-    try:
-        for path in changed:
-            staged.append((_stage(root / path, new[path]), root / path))
-        for path, (source, target) in zip(changed, staged, strict=True):
-            source.replace(target)
-            renamed.append(path)
-    except OSError as error:
-        for path in renamed:
-            _stage(root / path, old[path]).replace(root / path)
-        reason = error.strerror or error
-        raise PatchError(f"{error.filename or root}: can't be written: {reason}; nothing was changed") from error
-    finally:
-        for source, _ in staged:
-            source.unlink(missing_ok=True)
-    for path in changed:
-        _drop_bytecode(root / path)
-    return changed
-
-
-def _stage(target: Path, data: bytes) -> Path:
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        shutil.copymode(target, name)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return Path(name)
-
-
-def _drop_bytecode(target: Path) -> None:
-    """Remove compiled files: images may ship them unchecked, and a checked one trusts mtime and size."""
-    for cached in (target.parent / "__pycache__").glob(f"{target.stem}.*.pyc"):
-        with suppress(OSError):
-            cached.unlink()
-
-
 def apply(root: Path, queue: Queue) -> str:
     """Bring the tree to the end of the series; returns one line that tells what was done."""
-    check_version(root, queue.upstream)
+    queue = fit(root, queue)
     tree = read_tree(root, queue)
     applied = applied_count(root, queue, tree)
     total = len(queue.patches)
     if applied == total:
-        return f"already applied: {total} patches, {len(tree)} files in {root}"
+        return f"already applied: {total} patches, {len(tree)} files{_told(queue)} in {root}"
     changed = write_tree(root, tree, tree_states(queue, tree, applied)[-1])
     before = f" ({applied} were there)" if applied else ""
-    return f"applied {total - applied} of {total} patches{before}: {len(changed)} files in {root}"
+    files = f"{len(changed)} files{_told(queue)}"
+    return f"applied {total - applied} of {total} patches{before}: {files} in {root}"
 
 
 def verify(root: Path, queue: Queue) -> str:
@@ -273,13 +255,13 @@ def verify(root: Path, queue: Queue) -> str:
     Raises:
         PatchError: names the first file that is not, with the expected and the found blob id.
     """
-    check_version(root, queue.upstream)
+    queue = fit(root, queue)
     tree = read_tree(root, queue)
     for path, expected in queue.ids_after(len(queue.patches)).items():
         found = blob_id(tree[path])
         if found != expected:
             raise PatchError(f"{root / path}: not patched: expected blob {expected}, found {found}")
-    return f"verified: {len(queue.patches)} patches, {len(tree)} files in {root}"
+    return f"verified: {len(queue.patches)} patches, {len(tree)} files{_told(queue)} in {root}"
 
 
 def exported(root: Path, queue: Queue, pristine: Path | None = None) -> dict[Path, bytes]:
@@ -287,19 +269,27 @@ def exported(root: Path, queue: Queue, pristine: Path | None = None) -> dict[Pat
 
     Without ``pristine``, the upstream texts come from reverting the series on ``root``. With it, the last
     patch of the series takes up every difference that the patches before it leave, so it is the one to edit.
+    The section of a file that the tree does without stays as it is.
     """
+    fitted = fit(root, queue)
     if pristine is None:
-        tree = read_tree(root, queue)
-        states = tree_states(queue, tree, applied_count(root, queue, tree))
+        tree = read_tree(root, fitted)
+        states = tree_states(fitted, tree, applied_count(root, fitted, tree))
     else:
-        rest = Queue(queue.folder, queue.upstream, queue.patches[:-1])
+        rest = replace(fitted, patches=fitted.patches[:-1])
         before = {path: (pristine / path).read_bytes() for path in _differing(pristine, root, rest)}
         states = tree_states(rest, before, 0)
         states.append({path: (root / path).read_bytes() for path in before})
     return {
-        patch.path: patch.header + render_diff(states[index], states[index + 1])
+        patch.path: _rendered(patch, fitted.left_out, states[index], states[index + 1])
         for index, patch in enumerate(queue.patches)
     }
+
+
+def _rendered(patch: Patch, left_out: Collection[str], old: Tree, new: Tree) -> bytes:
+    kept = {file.path: file.section for file in patch.files if file.path in left_out}
+    sections = kept | render_sections(old, new)
+    return patch.header + b"".join(sections[path] for path in sorted(sections))
 
 
 def _differing(pristine: Path, root: Path, queue: Queue) -> list[str]:
@@ -324,11 +314,12 @@ def check(root: Path, queue: Queue, repository: Path = REPOSITORY) -> str:
             raise PatchError(f"{patch.path}: changes no file")
         if patch.changed_lines > MAX_CHANGED_LINES:
             raise PatchError(f"{patch.path}: {patch.changed_lines} changed lines; at most {MAX_CHANGED_LINES}")
-        for field in REQUIRED_FIELDS:
-            if not patch.field(field):
-                raise PatchError(f"{patch.path}: the header has no `{field}:`")
+        for name in REQUIRED_FIELDS:
+            if not patch.field(name):
+                raise PatchError(f"{patch.path}: the header has no `{name}:`")
         _check_test_exists(patch, repository)
-    check_version(root, queue.upstream)
+    if unknown := sorted(set(queue.upstream.only_in) - set(queue.paths())):
+        raise PatchError(f"{queue.folder / 'upstream.toml'}: only_in: {unknown[0]}: no patch changes this file")
     for path, data in exported(root, queue).items():
         if path.read_bytes() != data:
             raise PatchError(f"{path}: exporting gives other bytes; run `scripts/patches export`")

@@ -17,6 +17,9 @@ LEGACY_PREFIX = "THOR_T5_"
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
 Q_DTYPES = {"fp8": "fp8", "e4m3": "fp8", "bf16": "bf16", "bfloat16": "bf16"}
+# Not measured yet: `scripts/gpu-engine --mixed` runs a steady load of prompts and decodes with both settings.
+SPLIT_MIXED = False
+FA4_CHOICES = dict.fromkeys(TRUE_WORDS, "on") | dict.fromkeys(FALSE_WORDS, "off") | {"auto": "auto"}
 KV_LAYOUTS = ("BHN2D", "BNH2D", "B2NHD", "B2HND", "2BNHD", "2BHND")
 
 
@@ -109,6 +112,7 @@ class BackendSettings:
     Attributes:
         disabled: T5 is off; every step runs on the fallback.
         fallback: name of the stock backend for everything T5 does not take; empty means automatic.
+        fa4: FlashAttention 4 on sm_110: ``auto`` (where it passed its probe), ``on`` (unprobed) or ``off``.
         q_dtype: precision of Q on T5 steps, ``bf16`` (as it comes) or ``fp8`` (CPU only).
         max_q_len: most query tokens a request may have in a T5 step; 0 means 1 + num_speculative_tokens.
         ctas_per_sm: programs that the planner assumes to run side by side on one SM.
@@ -116,6 +120,7 @@ class BackendSettings:
         draft_t5: whether a drafter's own layers may run on T5.
         noncausal: whether a parallel drafter's non-causal blocks may run on T5.
         fused_draft: whether the builder offers to refresh draft metadata inside a captured graph.
+        split_mixed: whether the leading decodes of a step that T5 does not take as a whole run on T5.
         kv_layout: forced logical layout of the KV cache; empty means detected from its shape.
         kernel_cache: directory of compiled kernels, or ``off``; empty means the default one.
         kv_scales: scale file of a 6-bit KV cache; empty where there is none.
@@ -125,6 +130,7 @@ class BackendSettings:
 
     disabled: bool = False
     fallback: str = ""
+    fa4: str = "auto"
     q_dtype: str = "bf16"
     max_q_len: int = 0
     ctas_per_sm: int = 2
@@ -132,6 +138,7 @@ class BackendSettings:
     draft_t5: bool = True
     noncausal: bool = True
     fused_draft: bool = True
+    split_mixed: bool = SPLIT_MIXED
     kv_layout: str = ""
     kernel_cache: str = ""
     kv_scales: str = ""
@@ -148,6 +155,7 @@ class BackendSettings:
         return cls(
             disabled=read_bool("MJOLNIR_ATTN_DISABLE", False),
             fallback=read("MJOLNIR_ATTN_FALLBACK").upper(),
+            fa4=read_choice("MJOLNIR_ATTN_FA4", FA4_CHOICES, "auto"),
             q_dtype=read_choice("MJOLNIR_ATTN_Q_DTYPE", Q_DTYPES, "bf16"),
             max_q_len=read_int("MJOLNIR_ATTN_MAX_QLEN", 0, minimum=0),
             ctas_per_sm=read_int("MJOLNIR_ATTN_CTAS", 2, minimum=1),
@@ -155,6 +163,7 @@ class BackendSettings:
             draft_t5=read_bool("MJOLNIR_ATTN_DRAFT_T5", True),
             noncausal=read_bool("MJOLNIR_ATTN_NONCAUSAL", True),
             fused_draft=read_bool("MJOLNIR_ATTN_FUSED_DRAFT", True),
+            split_mixed=read_bool("MJOLNIR_ATTN_SPLIT_MIXED", SPLIT_MIXED),
             kv_layout=read_choice("MJOLNIR_ATTN_KV_LAYOUT", dict(zip(KV_LAYOUTS, KV_LAYOUTS, strict=True)), ""),
             kernel_cache=read_directory("MJOLNIR_ATTN_KERNEL_CACHE"),
             kv_scales=os.path.expanduser(read("MJOLNIR_KV_SCALES")),

@@ -7,10 +7,10 @@ then kept for the process; an answer given earlier (a tool, a test, an argument 
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mjolnir import BACKEND_NAME
+from mjolnir import BACKEND_NAME, fa4_probe
 from mjolnir.env import BackendSettings
 from mjolnir.errors import ConfigurationError
 from mjolnir.names import FP6_KV_DTYPE, FP8_KV_DTYPES
@@ -102,6 +102,25 @@ def current_fallback() -> type[Any]:
     return _decide(needs)
 
 
+def fallback_name(head_size: int | None = None) -> str:
+    """Name of the fallback for the current configuration; what ``fa_utils.mjolnir_fallback_name`` answers.
+
+    Args:
+        head_size: asked for instead of the model's; outside of a configuration, of a bf16 model with an fp8 cache.
+
+    Raises:
+        ConfigurationError: as :func:`current_fallback`.
+    """
+    needs = _current_needs()
+    if head_size is not None:
+        if needs is None:
+            import torch  # noqa: PLC0415
+
+            needs = ModelNeeds("cuda", head_size, torch.bfloat16, FP8_KV_DTYPES[0])
+        needs = replace(needs, head_size=head_size)
+    return choose(BackendSettings.from_env().fallback, needs, _refusal).name
+
+
 @functools.cache
 def _decide(needs: ModelNeeds) -> type[Any]:
     choice = choose(BackendSettings.from_env().fallback, needs, _refusal)
@@ -160,7 +179,9 @@ def _refusal(name: str, needs: ModelNeeds) -> str | None:
         if not fa_utils.flash_attn_supports_kv_cache_dtype(
             needs.kv_cache_dtype, head_size=needs.head_size, supports_fa4_hd256=True
         ):
-            return "FlashAttention can't read this fp8 KV cache on this GPU"
+            return _thors_refusal(needs) or "FlashAttention can't read this fp8 KV cache on this GPU"
+        if _on_thor() and str(needs.dtype) == "torch.float16":
+            return "FlashAttention 4 writes bf16 where the KV cache is fp8, but the model's dtype is float16"
     reasons = backend.validate_configuration(
         head_size=needs.head_size,
         dtype=needs.dtype,
@@ -175,3 +196,14 @@ def _refusal(name: str, needs: ModelNeeds) -> str | None:
         attn_type="decoder",
     )
     return ", ".join(reasons) or None
+
+
+def _on_thor() -> bool:
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    return bool(current_platform.is_device_capability_family(110))
+
+
+def _thors_refusal(needs: ModelNeeds) -> str | None:
+    """What FlashAttention 4's probe has to say on sm_110; None elsewhere, and where it has nothing against it."""
+    return fa4_probe.refusal(needs.head_size, fp8=True) if _on_thor() else None

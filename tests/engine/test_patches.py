@@ -205,3 +205,48 @@ def test_cpu_platform_refuses_fp6_for_stock_backends(choices: dict[str, str]) ->
         "ValueError: Selected backend AttentionBackendEnum.MJOLNIR is not valid for this configuration. "
         "Reason: ['kv_cache_dtype not supported']"
     )
+
+
+# First this machine; then FlashAttention as the CUDA build has it, on Thor, with a probe that passed or failed.
+THOR = """
+import sys, types
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends import fa_utils
+
+answer = {"fallback": [fa_utils.mjolnir_fallback_name(), fa_utils.mjolnir_fallback_name(128)]}
+
+class Thor(type(fa_utils.current_platform)):
+    get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(11, 0))
+
+fa_utils.current_platform = Thor()
+builds = types.ModuleType("vllm.vllm_flash_attn.flash_attn_interface")
+builds.is_fa_version_supported = lambda version: version in (2, 4)
+builds.fa_version_unsupported_reason = lambda version: "not built"
+sys.modules |= {"vllm.vllm_flash_attn": types.ModuleType("vllm.vllm_flash_attn"), builds.__name__: builds}
+
+from mjolnir import fa4_probe
+sizes = (None, 64, 96, 128, 256)
+for probe in ("passed", "failed"):
+    fa4_probe.verdict = lambda head_size, pages: fa4_probe.Verdict(probe == "passed", probe)
+    answer[probe] = {
+        "versions": [fa_utils.get_flash_attn_version(head_size=size, supports_fa4_hd256=True) for size in sizes],
+        "fp8": [fa_utils.flash_attn_supports_kv_cache_dtype("fp8", head_size=size) for size in sizes],
+        "e5m2": fa_utils.flash_attn_supports_kv_cache_dtype("fp8_e5m2"),
+    }
+"""
+
+
+@pytest.fixture(scope="module")
+def thor() -> dict[str, Any]:
+    return fresh(THOR)
+
+
+def test_flash_attention_4_is_chosen_where_it_passed_its_probe(thor: dict[str, Any]) -> None:
+    """Head sizes: the model's, 64, 96 (not probed), 128, 256 (no descales, so no fp8)."""
+    passed = {"versions": [4, 4, 2, 4, 4], "fp8": [True, True, False, True, False], "e5m2": False}
+    assert thor["passed"] == passed
+    assert thor["failed"] == {"versions": [2] * 5, "fp8": [False] * 5, "e5m2": False}
+
+
+def test_the_fallback_can_be_asked_for_by_name(thor: dict[str, Any]) -> None:
+    assert thor["fallback"] == ["TORCH_REF", "TORCH_REF"]

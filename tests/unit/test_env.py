@@ -13,6 +13,7 @@ from mjolnir.errors import ConfigurationError
 VARIABLES = [
     ("MJOLNIR_ATTN_DISABLE", "1", "disabled", True),
     ("MJOLNIR_ATTN_FALLBACK", "flash_attn", "fallback", "FLASH_ATTN"),
+    ("MJOLNIR_ATTN_FA4", "0", "fa4", "off"),
     ("MJOLNIR_ATTN_Q_DTYPE", "fp8", "q_dtype", "fp8"),
     ("MJOLNIR_ATTN_MAX_QLEN", "3", "max_q_len", 3),
     ("MJOLNIR_ATTN_CTAS", "1", "ctas_per_sm", 1),
@@ -20,6 +21,7 @@ VARIABLES = [
     ("MJOLNIR_ATTN_DRAFT_T5", "0", "draft_t5", False),
     ("MJOLNIR_ATTN_NONCAUSAL", "0", "noncausal", False),
     ("MJOLNIR_ATTN_FUSED_DRAFT", "0", "fused_draft", False),
+    ("MJOLNIR_ATTN_SPLIT_MIXED", str(int(not env.SPLIT_MIXED)), "split_mixed", not env.SPLIT_MIXED),
     ("MJOLNIR_ATTN_KV_LAYOUT", "B2HND", "kv_layout", "B2HND"),
     ("MJOLNIR_ATTN_KERNEL_CACHE", "/srv/kernels", "kernel_cache", "/srv/kernels"),
     ("MJOLNIR_KV_SCALES", "/srv/scales.json", "kv_scales", "/srv/scales.json"),
@@ -37,6 +39,7 @@ def test_defaults_without_any_variable():
     assert BackendSettings.from_env() == BackendSettings(
         disabled=False,
         fallback="",
+        fa4="auto",
         q_dtype="bf16",
         max_q_len=0,
         ctas_per_sm=2,
@@ -44,6 +47,7 @@ def test_defaults_without_any_variable():
         draft_t5=True,
         noncausal=True,
         fused_draft=True,
+        split_mixed=env.SPLIT_MIXED,
         kv_layout="",
         kernel_cache="",
         kv_scales="",

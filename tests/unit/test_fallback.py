@@ -1,6 +1,7 @@
 """Which stock backend serves what T5 does not take: the choice as a table, and when it is kept."""
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -252,3 +253,116 @@ def test_needs_come_from_the_config_context(monkeypatch):
     assert (needs.head_size, needs.dtype, needs.kv_cache_dtype, needs.block_size) == (96, torch.float16, "fp8_e4m3", 32)
     cache.user_specified_block_size = False
     assert fallback._current_needs().block_size is None
+
+
+# Thor: FlashAttention 4 where it passed its probe.
+
+
+@pytest.fixture
+def thor(monkeypatch):
+    """Major 11 with every stock backend installed and willing; ``verdict`` is what the probe found."""
+    from vllm.v1.attention.backends import fa_utils
+
+    from mjolnir import fa4_probe
+
+    state = SimpleNamespace(needs=FP8, verdict=fa4_probe.Verdict(True, "passed"), missing=set())
+
+    def backend_class(name):
+        if name in state.missing:
+            raise ImportError(f"No module named '{name.lower()}'")
+        return type(name, (Backend,), {})
+
+    monkeypatch.setattr(fallback, "_current_needs", lambda: state.needs)
+    monkeypatch.setattr(fallback, "_backend_class", backend_class)
+    monkeypatch.setattr(fallback, "_on_thor", lambda: True)
+    monkeypatch.setattr(fa4_probe, "verdict", lambda head_size, pages: state.verdict)
+    monkeypatch.setattr(fa4_probe, "_config", lambda: None)
+    monkeypatch.setenv(fa4_probe.KERNELS_VARIABLE, "/srv/kernels")
+    monkeypatch.setattr(
+        fa_utils,
+        "flash_attn_supports_kv_cache_dtype",
+        lambda dtype, head_size, supports_fa4_hd256: fa4_probe.usable(head_size, fp8=True),
+    )
+    fa4_probe._tell.cache_clear()
+    fallback._decide.cache_clear()
+    yield state
+    fallback._decide.cache_clear()
+
+
+def warnings_of(backend_log) -> list[str]:
+    return [record.getMessage() for record in backend_log.records if record.levelname == "WARNING"]
+
+
+FAILED = "THOR FA4 128 probe: failed: NaN"
+NO_DESCALES = "THOR FA4 256 probe: not run: the kernel for this head size takes no descales, so no fp8 KV cache"
+
+
+@pytest.mark.parametrize(
+    ("passed", "head_size", "missing", "name", "reasons"),
+    [
+        (True, 128, set(), "FLASH_ATTN", None),
+        (True, 64, {"FLASHINFER"}, "FLASH_ATTN", None),
+        (False, 128, set(), "FLASHINFER", f"FLASH_ATTN: {FAILED}"),
+        (
+            False,
+            128,
+            {"FLASHINFER"},
+            "TRITON_ATTN",
+            f"FLASH_ATTN: {FAILED}; FLASHINFER: not installed (No module named 'flashinfer')",
+        ),
+        (True, 256, set(), "FLASHINFER", f"FLASH_ATTN: {NO_DESCALES}"),
+        (
+            True,
+            256,
+            {"FLASHINFER"},
+            "TRITON_ATTN",
+            f"FLASH_ATTN: {NO_DESCALES}; FLASHINFER: not installed (No module named 'flashinfer')",
+        ),
+    ],
+)
+def test_thor_takes_what_passed_and_warns_once_of_anything_else(
+    thor, backend_log, passed, head_size, missing, name, reasons
+):
+    thor.verdict = replace(thor.verdict, passed=passed, detail="passed" if passed else "failed: NaN")
+    thor.needs, thor.missing = replace(FP8, head_size=head_size), missing
+    assert [fallback.current_fallback().__name__ for _ in range(3)] == [name] * 3
+    assert warnings_of(backend_log) == ([f"Mjolnir: fallback={name} ({reasons})"] if reasons else [])
+    assert fallback.fallback_name() == fallback.fallback_name(head_size) == name
+
+
+def test_float16_models_have_no_flash_attention_with_fp8_pages_on_thor(thor, backend_log):
+    """Its kernel writes bf16 then, and asserts that the output is."""
+    thor.needs = replace(FP8, dtype=torch.float16)
+    assert fallback.current_fallback().__name__ == "FLASHINFER"
+    (warning,) = warnings_of(backend_log)
+    assert "writes bf16 where the KV cache is fp8, but the model's dtype is float16" in warning
+
+
+def test_a_cache_without_quantisation_is_not_gated_on_thor(thor):
+    thor.verdict, thor.needs = replace(thor.verdict, passed=False), replace(FP8, kv_cache_dtype="auto")
+    assert fallback.current_fallback().__name__ == "FLASH_ATTN"
+
+
+def test_thors_rules_hold_on_thor_only(thor, monkeypatch, backend_log):
+    monkeypatch.setattr(fallback, "_on_thor", lambda: False)
+    thor.verdict = replace(thor.verdict, passed=False)
+    assert fallback.current_fallback().__name__ == "FLASHINFER"
+    assert warnings_of(backend_log) == [
+        "Mjolnir: fallback=FLASHINFER (FLASH_ATTN: FlashAttention can't read this fp8 KV cache on this GPU)"
+    ]
+    fallback._decide.cache_clear()
+    thor.verdict, thor.needs = replace(thor.verdict, passed=True), replace(FP8, dtype=torch.float16)
+    assert fallback.current_fallback().__name__ == "FLASH_ATTN"
+
+
+def test_a_name_can_be_asked_for_another_head_size(thor):
+    assert [fallback.fallback_name(), fallback.fallback_name(64)] == ["FLASH_ATTN"] * 2
+    assert fallback.fallback_name(256) == "FLASHINFER"
+
+
+def test_a_name_can_be_asked_for_without_a_model(thor):
+    thor.needs = None
+    assert [fallback.fallback_name(), fallback.fallback_name(128)] == ["FLASH_ATTN"] * 2
+    assert fallback.fallback_name(256) == "FLASHINFER"
+    thor.verdict = replace(thor.verdict, passed=False)
+    assert fallback.fallback_name(128) == "FLASHINFER"

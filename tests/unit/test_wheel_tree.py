@@ -48,4 +48,5 @@ def test_the_series_applies_to_the_wheel(tree: Path, queue: patchqueue.Queue) ->
 def test_both_trees_end_up_the_same(tree: Path, queue: patchqueue.Queue) -> None:
     """One series serves the board and the laptop because the sources are the same; this is where it shows."""
     patchqueue.apply(tree, queue)
-    assert patchqueue.read_tree(tree, queue) == patchqueue.read_tree(patchqueue.find_root(), queue)
+    shared = patchqueue.fit(patchqueue.find_root(), queue)
+    assert patchqueue.read_tree(tree, shared) == patchqueue.read_tree(patchqueue.find_root(), shared)
