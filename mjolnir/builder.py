@@ -4,19 +4,19 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mjolnir import banner, packed, selftest, telemetry, tensor_scales
+from mjolnir import banner, packed, selftest, split, steps, telemetry, tensor_scales
 from mjolnir.counters import GroupInfo
 from mjolnir.eligibility import ineligible_reason, kv_format
 from mjolnir.env import BackendSettings
-from mjolnir.metadata import MjolnirMetadata
+from mjolnir.metadata import MjolnirMetadata, SplitMetadata
 from mjolnir.names import FallbackReason
 from mjolnir.runner import PAGE_SIZES, DecodeRunner, RunnerConfig, create_runner
-from mjolnir.steps import Batch, FallbackStep, StepLimits, T5Step, classify
+from mjolnir.steps import Batch, FallbackStep, SplitStep, StepLimits, T5Step, classify
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadataBuilder
@@ -36,6 +36,7 @@ class BuilderMixin(AttentionMetadataBuilder):
     # Metadata shared between groups would bypass the plan.
     supports_update_block_table = False
     fallback_name: str
+    reorder_batch_threshold: int | None
 
     def __init__(
         self,
@@ -90,6 +91,8 @@ class BuilderMixin(AttentionMetadataBuilder):
         config = runner.config
         self.limits = StepLimits(config.max_q_len, config.max_num_seqs, self.settings.noncausal, self.is_draft)
         self.runner = runner
+        if self.settings.split_mixed and not self.is_draft and self.reorder_batch_threshold is None:
+            self.reorder_batch_threshold = config.max_q_len  # Model Runner V1 leaves the order alone otherwise
         return ""
 
     def _promise(self, spec: Any) -> None:
@@ -139,7 +142,7 @@ class BuilderMixin(AttentionMetadataBuilder):
         """Metadata of one step, for T5 or for the fallback; the decision is counted."""
         if self._tensor_scales is not None:
             self._tensor_scales.put()
-        step = self._classify(common_attn_metadata)
+        step = self._decide(common_prefix_len, common_attn_metadata)
         if not self._capturing:
             telemetry.count_kernels()
             if self._serving():
@@ -147,10 +150,14 @@ class BuilderMixin(AttentionMetadataBuilder):
         if isinstance(step, T5Step):
             return self._t5_metadata(common_attn_metadata, step)
         build = functools.partial(super().build, common_prefix_len, fast_build=fast_build)
-        if not self.packed:
+        if self.packed:
+            longest = self.vllm_config.model_config.max_model_len
+            build = functools.partial(
+                packed.expanded_metadata, page_size=self._page_size, max_model_len=longest, build=build
+            )
+        if isinstance(step, FallbackStep):
             return build(common_attn_metadata)
-        longest = self.vllm_config.model_config.max_model_len
-        return packed.expanded_metadata(common_attn_metadata, self._page_size, longest, build)
+        return self._split_metadata(common_attn_metadata, step, build)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """Metadata for a capture: classified as every replay of it will be, and not counted."""
@@ -168,6 +175,8 @@ class BuilderMixin(AttentionMetadataBuilder):
 
     def update_draft_decode_metadata(self, metadata: Any) -> None:
         """Bring a draft step's metadata up to date on the device; recorded inside the draft graph."""
+        if isinstance(metadata, SplitMetadata):
+            raise RuntimeError("a split step reached a captured draft; set MJOLNIR_ATTN_SPLIT_MIXED=0 and report this")
         if isinstance(metadata, MjolnirMetadata):
             metadata.runner.replan(metadata.plan)
         else:
@@ -182,6 +191,15 @@ class BuilderMixin(AttentionMetadataBuilder):
             return FallbackStep(self.fixed_reason)
         return classify(_batch(cam), self.limits)
 
+    def _decide(self, common_prefix_len: int, cam: Any) -> T5Step | SplitStep | FallbackStep:
+        """Who runs a step that is not captured: what a capture would say, but that a step of both may be split."""
+        step = self._classify(cam)
+        if isinstance(step, T5Step) or self.runner is None or not self.settings.split_mixed:
+            return step
+        if self._capturing or common_prefix_len:
+            return step
+        return steps.split(_batch(cam), self.limits) or step
+
     def _serving(self) -> bool:
         """Whether steps are users'.
 
@@ -195,15 +213,23 @@ class BuilderMixin(AttentionMetadataBuilder):
         self._warm = jit_monitor.is_active()
         return self._warm
 
-    def _count(self, step: T5Step | FallbackStep, cam: Any) -> None:
+    def _count(self, step: T5Step | SplitStep | FallbackStep, cam: Any) -> None:
         counters = telemetry.process_counters()
         tokens = int(cam.query_start_loc_cpu[cam.num_reqs])
         if isinstance(step, T5Step):
             counters.t5_step(step.kind, tokens)
+        elif isinstance(step, SplitStep):
+            head = step.num_decodes * step.q_len
+            counters.split_step(head, tokens - head)
         else:
             counters.fallback_step(step.reason, tokens)
 
-    def _t5_metadata(self, cam: Any, step: T5Step) -> MjolnirMetadata:
+    def _split_metadata(self, cam: Any, step: SplitStep, build: Callable[[Any], Any]) -> SplitMetadata:
+        head = split.requests_of(cam, 0, step.num_decodes)
+        tail = split.requests_of(cam, step.num_decodes, cam.num_reqs)
+        return split.joined(cam, self._t5_metadata(head, step), tail.num_actual_tokens, build(tail))
+
+    def _t5_metadata(self, cam: Any, step: T5Step | SplitStep) -> MjolnirMetadata:
         assert self.runner is not None  # noqa: S101  (T5 steps exist only where there is one)
         causal = step.q_len == 1 or bool(cam.causal)
         seq_lens, block_table = cam.seq_lens[: cam.num_reqs], cam.block_table_tensor[: cam.num_reqs]

@@ -45,11 +45,12 @@ FALLBACK_TOKENS = "fallback_tokens"
 
 # The order is the file's layout: append, never reorder, or raise VERSION.
 COUNTERS: tuple[str, ...] = (
-    *(f"t5:{kind}" for kind in StepKind),
+    *(f"t5:{kind}" for kind in StepKind if kind is not StepKind.SPLIT),
     *(f"fallback:{reason}" for reason in FallbackReason),
     *(f"kernels:{source}" for source in KernelSource),
     T5_TOKENS,
     FALLBACK_TOKENS,
+    f"t5:{StepKind.SPLIT}",  # came later than those above
 )
 
 _HEADER = struct.Struct("<8sQQQ16sQQQQQ")
@@ -157,6 +158,13 @@ class CounterFile:
         """Count one step of an attention group that runs on the fallback, and its query tokens."""
         self._add(f"fallback:{reason}", 1)
         self._add(FALLBACK_TOKENS, tokens)
+        self._cells[_LAST_STEP_OFFSET // 8] = time.time_ns()
+
+    def split_step(self, t5_tokens: int, fallback_tokens: int) -> None:
+        """Count one step that ran on both: one step, of T5's kinds, and the query tokens where each was computed."""
+        self._add(f"t5:{StepKind.SPLIT}", 1)
+        self._add(T5_TOKENS, t5_tokens)
+        self._add(FALLBACK_TOKENS, fallback_tokens)
         self._cells[_LAST_STEP_OFFSET // 8] = time.time_ns()
 
     def kernels(self, source: KernelSource, number: int = 1) -> None:

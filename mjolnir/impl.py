@@ -9,7 +9,7 @@ from mjolnir.eligibility import impl_reason
 from mjolnir.env import BackendSettings
 from mjolnir.errors import ConfigurationError, LayoutError
 from mjolnir.layouts import PagedKV, detect_layout, split_kv
-from mjolnir.metadata import MjolnirMetadata
+from mjolnir.metadata import MjolnirMetadata, SplitMetadata
 from mjolnir.observation import observer
 from mjolnir.packed import ExpandedMetadata
 from mjolnir.reference.e2m3 import row_bytes
@@ -110,38 +110,65 @@ class ImplMixin(AttentionImpl):
         """Attention of one layer into ``output``; the cache has this step's K and V already.
 
         Raises:
-            RuntimeError: a T5 step reached a layer that T5 can't run.
+            RuntimeError: a T5 step reached a layer that T5 can't run, or a split step a capture.
             ValueError: a T5 step with a quantised query or output.
         """
+        rows, scales = (query, key, value), (output_scale, output_block_scale)
+        if isinstance(attn_metadata, MjolnirMetadata):
+            self._forward_t5(layer, query, kv_cache, attn_metadata, output, scales)
+            return output
+        if isinstance(attn_metadata, SplitMetadata):
+            self._forward_split(layer, rows, kv_cache, attn_metadata, output, scales, **kwargs)
+            return output
         if isinstance(attn_metadata, ExpandedMetadata):
-            return self._forward_expanded(layer, query, key, value, kv_cache, attn_metadata, output, **kwargs)
-        if not isinstance(attn_metadata, MjolnirMetadata):
-            fallback = super().forward
-            if self._of_quantised_query is not None and attn_metadata is not None:
-                fallback = self._of_quantised_query.forward
-                query = fp8_query.quantise(query, layer._q_scale, self.num_kv_heads)
-            result: torch.Tensor = fallback(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-                **kwargs,
-            )
-            return result
+            return self._forward_expanded(layer, *rows, kv_cache, attn_metadata, output, **kwargs)
+        fallback = super().forward
+        if self._of_quantised_query is not None and attn_metadata is not None:
+            fallback = self._of_quantised_query.forward
+            rows = (fp8_query.quantise(query, layer._q_scale, self.num_kv_heads), key, value)
+        result: torch.Tensor = fallback(layer, *rows, kv_cache, attn_metadata, output, *scales, **kwargs)
+        return result
+
+    def _forward_split(
+        self,
+        layer: Any,
+        rows: tuple[Any, Any, Any],
+        kv_cache: torch.Tensor,
+        metadata: SplitMetadata,
+        output: torch.Tensor,
+        scales: tuple[torch.Tensor | None, torch.Tensor | None],
+        **kwargs: Any,
+    ) -> None:
+        """A step of both: T5's rows come first, the fallback's follow, padding is left alone.
+
+        Under piecewise graphs attention runs between the pieces and is in none of them.
+        """
+        if rows[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a split step is being captured; set MJOLNIR_ATTN_SPLIT_MIXED=0 and report this")
+        begin = metadata.head.num_actual_tokens
+        self._forward_t5(layer, rows[0][:begin], kv_cache, metadata.head, output[:begin], scales)
+        tail = slice(begin, begin + metadata.tail_tokens)
+        query, key, value = (None if part is None else part[tail] for part in rows)
+        self.forward(layer, query, key, value, kv_cache, metadata.tail, output[tail], *scales, **kwargs)
+
+    def _forward_t5(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: MjolnirMetadata,
+        output: torch.Tensor,
+        output_scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> None:
         if self._t5_reason:
             raise RuntimeError(
                 f"a T5 step reached a layer with {self._t5_reason}; set MJOLNIR_ATTN_DISABLE=1 and report this"
             )
-        if output_scale is not None or output_block_scale is not None:
+        if any(scale is not None for scale in output_scales):
             raise ValueError("T5 writes no quantised output")
         if query.dtype not in MODEL_DTYPES:
             raise ValueError(f"T5 takes a query of the model's dtype, not {query.dtype}")
-        runner, plan = attn_metadata.runner, attn_metadata.plan
+        runner, plan = metadata.runner, metadata.plan
         views = self._kv_views(kv_cache, runner.config.page_size)
         scales = packed.read_scales(layer) if self.packed else (layer._k_scale, layer._v_scale)
 
@@ -150,10 +177,9 @@ class ImplMixin(AttentionImpl):
             runner.run(plan, rows, into, views, *scales, self.scale)
 
         if self.packed:
-            packed.turned_attention(layer, query, output, attn_metadata.num_actual_tokens, attend)
+            packed.turned_attention(layer, query, output, metadata.num_actual_tokens, attend)
         else:
             attend(query, output)
-        return output
 
     def _forward_expanded(
         self,

@@ -1,7 +1,7 @@
-"""Attention metadata of a step that runs on T5."""
+"""Attention metadata of a step that runs on T5, or in part."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -49,3 +49,42 @@ class MjolnirMetadata:
     use_cascade: bool = False
 
     is_t5: ClassVar[bool] = True
+
+
+@dataclass
+class SplitMetadata:
+    """A step whose first requests run on T5 and the others on the fallback; never part of a captured graph.
+
+    Besides its two parts it has what vLLM's own code reads of any metadata, of the whole step.
+
+    Attributes:
+        head: the requests on T5.
+        tail: the fallback's own metadata of the others, whose requests and tokens count from 0.
+        tail_tokens: query tokens of the tail; they follow the head's.
+        num_actual_tokens: query tokens of the step, padding included.
+        num_reqs: requests, padding included.
+        max_query_len: most query tokens of a request.
+        max_seq_len: longest sequence, or an upper bound.
+        query_start_loc: (num_reqs + 1,) int32, start of each request in the query tensor.
+        seq_lens: (num_reqs,) int32, tokens of each sequence with the new ones.
+        block_table: (num_reqs, max_blocks) int32, pages of each sequence.
+        slot_mapping: (num_actual_tokens,) int64, cache slot of each new token, -1 for padding.
+    """
+
+    head: MjolnirMetadata
+    tail: Any
+    tail_tokens: int
+    num_actual_tokens: int
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: "torch.Tensor"
+    seq_lens: "torch.Tensor"
+    block_table: "torch.Tensor"
+    slot_mapping: "torch.Tensor"
+    causal: bool = True
+    num_decodes: int = 0
+    num_decode_tokens: int = 0
+    num_prefills: int = 0
+    num_prefill_tokens: int = 0
+    use_cascade: bool = False

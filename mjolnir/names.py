@@ -13,6 +13,7 @@ class StepKind(StrEnum):
     VERIFY = "verify"  # the same number, above one, of causal query tokens a request
     NONCAUSAL = "noncausal"  # a parallel drafter's block: every query token sees every key
     DRAFT = "draft"  # a decode step of a drafter model
+    SPLIT = "split"  # a step of which the leading decodes ran on T5, and the rest on the fallback
 
 
 class FallbackReason(StrEnum):

@@ -19,6 +19,7 @@ from mjolnir.names import FP6_KV_DTYPE
 from mjolnir.pagemap import PageMap, map_pages, runs_of_requests
 from mjolnir.reference import e2m3, packed_rows
 from mjolnir.reference.e2m3 import row_bytes
+from mjolnir.split import requests_of
 
 # Buffers of a layer: scales to write by and to read by, (num_kv_heads, head_size) float32, and the matrix of
 # `mjolnir.turning` in the model's dtype, None where rows are not turned.
@@ -223,7 +224,7 @@ def expanded_metadata(cam: Any, page_size: int, max_model_len: int, build: Calla
     cuts = runs_of_requests(counts, scratch.tokens_for(max_model_len) // page_size)
     runs = []
     for first, last in cuts:
-        part = cam if len(cuts) == 1 else _requests_of(cam, first, last)
+        part = cam if len(cuts) == 1 else requests_of(cam, first, last)
         table = part.block_table_tensor[: last - first]
         pages = map_pages(table, part.seq_lens[: last - first], page_size, sum(counts[first:last]))
         metadata = build(part.replace(block_table_tensor=pages.block_table))
@@ -234,32 +235,6 @@ def expanded_metadata(cam: Any, page_size: int, max_model_len: int, build: Calla
     fields = [field.name for field in dataclasses.fields(ExpandedMetadata) if hasattr(cam, field.name)]
     values = {name: getattr(cam, name) for name in fields}
     return ExpandedMetadata(runs=runs, block_table=cam.block_table_tensor, **values)
-
-
-def _requests_of(cam: Any, first: int, last: int) -> Any:
-    """Common metadata of some requests of a step alone."""
-    starts = cam.query_start_loc_cpu[first : last + 1]
-    begin, end = int(starts[0]), int(starts[-1])
-    query_lens = starts.diff()
-    ranges = cam.mm_req_doc_ranges
-    changes: dict[str, Any] = {
-        "query_start_loc": cam.query_start_loc[first : last + 1] - begin,
-        "query_start_loc_cpu": starts - begin,
-        "num_reqs": last - first,
-        "num_actual_tokens": end - begin,
-        "max_query_len": int(query_lens.max()),
-        "slot_mapping": cam.slot_mapping[begin:end],
-        "positions": None if cam.positions is None else cam.positions[begin:end],
-        "mm_req_doc_ranges": ranges and {key - first: each for key, each in ranges.items() if first <= key < last},
-        "_num_computed_tokens_cache": None,
-        "_token_to_req_indices_cache": None,
-    }
-    for name in ("seq_lens", "block_table_tensor", "is_prefilling", "seq_lens_cpu_upper_bound", "rswa_prefix_lens"):
-        value = getattr(cam, name)
-        changes[name] = None if value is None else value[first:last]
-    if isinstance(cam.causal, torch.Tensor):
-        changes["causal"] = cam.causal[first:last]
-    return cam.replace(**changes)
 
 
 def _packed_layers(vllm_config: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Pure: takes what the builder knows on the host about a batch, gives a decision. For a captured CUDA graph the
 decision at capture and at every replay must be the same, so it may depend only on the number of requests, the
-query lengths and the causal flag.
+query lengths and the causal flag. A step that may be split is none of a captured graph: those are uniform.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mjolnir.names import FallbackReason, StepKind
+
+# With fewer, two more launches a layer would save the fallback next to nothing. Not measured yet.
+MIN_SPLIT_DECODES = 4
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,14 @@ class FallbackStep:
     reason: FallbackReason
 
 
+@dataclass(frozen=True)
+class SplitStep:
+    """A step of which the first ``num_decodes`` requests, of ``q_len`` query tokens each, run on T5."""
+
+    q_len: int
+    num_decodes: int
+
+
 def classify(batch: Batch, limits: StepLimits) -> T5Step | FallbackStep:
     """Decide who runs a step."""
     query_lens = np.diff(batch.query_start_loc)
@@ -83,6 +94,25 @@ def classify(batch: Batch, limits: StepLimits) -> T5Step | FallbackStep:
     if not _is_uniform(query_lens, q_len):
         return FallbackStep(_length_reason(query_lens, batch.is_prefilling))
     return T5Step(q_len, _kind(q_len, batch.causal, limits.draft))
+
+
+def split(batch: Batch, limits: StepLimits) -> SplitStep | None:
+    """How a step that T5 does not take as a whole is split; None where it is the fallback's altogether.
+
+    vLLM puts decodes first. The longest run of leading requests with the same number of query tokens is T5's. A mask
+    that T5 would refuse anywhere in the step, a drafter's step and one with too few decodes are not split.
+    """
+    query_lens = np.diff(batch.query_start_loc)
+    if batch.causal is not True or batch.bidirectional_ranges or batch.context_parallel or limits.draft:
+        return None
+    if not MIN_SPLIT_DECODES < len(query_lens) <= limits.max_num_seqs:
+        return None
+    q_len = int(query_lens[0])
+    others = np.flatnonzero(query_lens != q_len)
+    num_decodes = int(others[0]) if len(others) else len(query_lens)
+    if not 1 <= q_len <= limits.max_q_len or num_decodes < MIN_SPLIT_DECODES or not query_lens[num_decodes:].any():
+        return None
+    return SplitStep(q_len, num_decodes)
 
 
 def _is_uniform(query_lens: npt.NDArray[np.integer], q_len: int) -> bool:

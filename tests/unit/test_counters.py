@@ -84,7 +84,18 @@ def test_order_of_the_counters_is_the_layout_of_version_1():
         "kernels:loaded",
         "t5_tokens",
         "fallback_tokens",
+        "t5:split",
     )
+
+
+def test_split_step_is_one_step_with_tokens_on_both_sides(written):
+    before = time.time_ns()
+    written.split_step(5, 300)
+    written.split_step(4, 0)
+    snapshot = written.snapshot()
+    counts = {name: number for name, number in snapshot.counters.items() if number}
+    assert counts == {"t5:split": 2, "t5_tokens": 9, "fallback_tokens": 300}
+    assert snapshot.last_step_ns >= before
 
 
 def test_bytes_are_where_the_module_says(written):

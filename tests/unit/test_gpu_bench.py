@@ -131,6 +131,9 @@ def test_engines_differ_in_the_backend_alone():
     assert small.options["kv_cache_memory_bytes"] == 5120 * SHAPES["tiny"].kv_bytes(2, "fp8")
     assert first.environment["MJOLNIR_ATTN_DISABLE"] == "1"
     assert "MJOLNIR_ATTN_DISABLE" not in second.environment
+    (split,) = [engine for engine in rest if engine.environment != second.environment and engine.name == "T5 split"]
+    assert split.environment == second.environment | {"MJOLNIR_ATTN_SPLIT_MIXED": "1"}
+    assert second.environment["MJOLNIR_ATTN_SPLIT_MIXED"] == "0"
     assert first.arguments("m", "cuda") == second.arguments("m", "cuda")
 
 

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import pytest
 import torch
 
-from mjolnir.metadata import MjolnirMetadata
+from mjolnir.metadata import MjolnirMetadata, SplitMetadata
 
 
 def metadata(**changes):
@@ -92,3 +92,12 @@ def test_wrappers_may_set_attributes_of_their_own_and_replace_ours():
 def test_tensors_are_kept_not_copied(name):
     tensor = torch.zeros((2, 2), dtype=torch.int32)
     assert getattr(metadata(**{name: tensor}), name).data_ptr() == tensor.data_ptr()
+
+
+def test_split_step_shows_the_whole_step_under_the_same_names():
+    """vLLM's own code looks at any metadata without asking whose it is."""
+    ours = {field.name for field in dataclasses.fields(MjolnirMetadata)}
+    both = {field.name for field in dataclasses.fields(SplitMetadata)}
+    assert both - ours == {"head", "tail", "tail_tokens"}
+    assert ours - both == {"plan", "runner"}
+    assert not isinstance(SplitMetadata.__new__(SplitMetadata), MjolnirMetadata)

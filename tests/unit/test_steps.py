@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mjolnir.names import FallbackReason, StepKind
-from mjolnir.steps import Batch, FallbackStep, StepLimits, T5Step, classify
+from mjolnir.steps import MIN_SPLIT_DECODES, Batch, FallbackStep, SplitStep, StepLimits, T5Step, classify, split
 
 LIMITS = StepLimits(max_q_len=4, max_num_seqs=8)
-DECODE, VERIFY, NONCAUSAL, DRAFT = StepKind
+DECODE, VERIFY, NONCAUSAL, DRAFT, _ = StepKind
 NON_UNIFORM, Q_LEN = FallbackReason.NON_UNIFORM, FallbackReason.Q_LEN
 
 
@@ -127,3 +127,65 @@ def test_any_batch_gets_one_decision_and_labels_do_not_change_it(data, query_len
         assert decision.kind in StepKind
     else:
         assert decision.reason in FallbackReason
+
+
+# Steps that are split.
+
+
+@pytest.mark.parametrize(
+    ("step", "q_len", "num_decodes"),
+    [
+        pytest.param(batch([1, 1, 1, 1, 900]), 1, 4, id="a prompt"),
+        pytest.param(batch([1] * 5 + [64, 900]), 1, 5, id="a chunk and a prompt"),
+        pytest.param(batch([1] * 7 + [2]), 1, 7, id="as many requests as may be"),
+        pytest.param(batch([4] * 4 + [1, 1]), 4, 4, id="verification, and requests without drafts"),
+        pytest.param(batch([2] * 4 + [5]), 2, 4, id="the run counts, not what is longer than T5 takes"),
+        pytest.param(batch([1] * 4 + [0, 9, 0]), 1, 4, id="padding is the tail's"),
+        pytest.param(batch([1] * 4 + [9, 1, 1]), 1, 4, id="later decodes are the tail's"),
+        pytest.param(batch([1] * 4 + [9], prefilling=[True] * 5), 1, 4, id="labels decide nothing"),
+    ],
+)
+def test_split_after_the_longest_run(step, q_len, num_decodes):
+    assert isinstance(classify(step, LIMITS), FallbackStep)
+    assert split(step, LIMITS) == SplitStep(q_len, num_decodes)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(batch([1] * 3 + [900]), id="too few decodes"),
+        pytest.param(batch([900, 1, 1, 1, 1]), id="no decode leads"),
+        pytest.param(batch([0, 1, 1, 1, 1, 900]), id="padding leads"),
+        pytest.param(batch([5] * 4 + [1]), id="longer than T5 takes"),
+        pytest.param(batch([1] * 8), id="decodes alone"),
+        pytest.param(batch([4] * 4 + [0] * 3), id="decodes and padding"),
+        pytest.param(batch([1] * 8 + [900]), id="more requests than buffers"),
+        pytest.param(batch([1] * 4 + [900], causal=None), id="a mask per request"),
+        pytest.param(batch([1] * 4 + [900], causal=False), id="not causal"),
+        pytest.param(batch([1] * 4 + [900], bidirectional_ranges=True), id="images"),
+        pytest.param(batch([1] * 4 + [900], context_parallel=True), id="context parallel"),
+        pytest.param(batch([]), id="no request"),
+    ],
+)
+def test_not_split(step):
+    assert split(step, LIMITS) is None
+
+
+def test_drafters_steps_are_not_split():
+    step = batch([1] * 4 + [900])
+    assert split(step, StepLimits(max_q_len=4, max_num_seqs=8, draft=True)) is None
+    assert split(step, StepLimits(max_q_len=4, max_num_seqs=8)) == SplitStep(1, 4)
+
+
+@settings(deadline=None)
+@given(query_lens=st.lists(st.sampled_from([0, 1, 1, 1, 4, 4, 4, 9]), max_size=8))
+def test_captured_batches_are_never_split_and_others_exactly_as_the_rule_reads(query_lens):
+    """A FULL graph is captured and replayed for uniform batches alone, with padding behind."""
+    found = split(batch(query_lens), LIMITS)
+    if any(is_uniform(query_lens, q_len) for q_len in range(5)):
+        assert found is None
+        return
+    first = query_lens[0]
+    run = next((at for at, length in enumerate(query_lens) if length != first), len(query_lens))
+    wanted = 1 <= first <= 4 and run >= MIN_SPLIT_DECODES and any(query_lens[run:])
+    assert found == (SplitStep(first, run) if wanted else None)

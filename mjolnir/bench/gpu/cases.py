@@ -21,6 +21,7 @@ NGRAM = {
 }
 # The target's own weights: all drafts are right, but for rounding.
 DRAFTER = {"method": "draft_model", "model": "MODEL", "num_speculative_tokens": SPECULATIVE_TOKENS}
+SPLIT = {"MJOLNIR_ATTN_SPLIT_MIXED": "1"}
 SMALL_VOCAB = 32768  # of models with a part of their layers, whose head would take too large a part of a step
 
 
@@ -179,10 +180,12 @@ def agreement_engines(shape: str, layers: int, max_model_len: int, device: str, 
     exact = {"VLLM_GPU_SYNC_CHECK": "warn", **({"MJOLNIR_ATTN_FALLBACK": "TRITON_ATTN"} if device == "cuda" else {})}
     without = exact | {"MJOLNIR_ATTN_DISABLE": "1"}
     reference = Engine("reference", shape, layers, options=options, environment=without)
+    exact |= {"MJOLNIR_ATTN_SPLIT_MIXED": "0"}
     t5 = replace(reference, name="T5", environment=exact, against="reference")
     if few:
         return [reference, t5]
     engines = [reference, t5, replace(t5, name="T5 ngram", options=options | {"speculative_config": NGRAM})]
+    engines.append(replace(t5, name="T5 split", environment=exact | SPLIT))
     if device == "cuda":
         drafting = options | {"speculative_config": DRAFTER}
         flash = {"MJOLNIR_ATTN_FALLBACK": "FLASH_ATTN"}

@@ -6,6 +6,7 @@ error. Functions that run inside vLLM's worker take the worker as their first ar
 
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -298,6 +299,50 @@ class Service:
             engine.step()
         between = [1e3 * (after - before) for before, after in zip(times[warm - 1 :], times[warm:], strict=False)]
         return {"step_ms": [round(ms, 4) for ms in between], "gpu_ms": replays}
+
+    def serve(self, requests: list[tuple[float, int, int]], vocab: int) -> dict[str, Any]:
+        """Serve requests as they arrive: (seconds after the beginning, tokens of the prompt, tokens of the answer).
+
+        Returns:
+            ``requests``: (arrival, first token, last token, tokens) each, in seconds; ``gaps_ms``: times between the
+            tokens of one request; ``seconds`` until all were answered.
+        """
+        engine = self.llm.llm_engine
+        waiting = sorted(requests)
+        tokens: dict[str, list[float]] = {}
+        arrived: dict[str, float] = {}
+        began = time.perf_counter()
+        while waiting or engine.has_unfinished_requests():
+            now = time.perf_counter() - began
+            while waiting and waiting[0][0] <= now:
+                at, prompt, answer = waiting.pop(0)
+                name = self._add(prompt, answer, vocab)
+                arrived[name], tokens[name] = at, []
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, waiting[0][0] - now))
+                continue
+            outputs = engine.step()
+            ended = time.perf_counter() - began
+            for output in outputs:
+                tokens[output.request_id] += [ended] * len(output.outputs[0].token_ids)
+        gaps = [1e3 * (after - one) for times in tokens.values() for one, after in itertools.pairwise(times)]
+        return {
+            "requests": [[arrived[name], times[0], times[-1], len(times)] for name, times in tokens.items()],
+            "gaps_ms": [round(gap, 3) for gap in gaps],
+            "seconds": time.perf_counter() - began,
+        }
+
+    def _add(self, prompt: int, answer: int, vocab: int) -> str:
+        """Hand a request in, with a prompt that no other begins with."""
+        from vllm import SamplingParams  # noqa: PLC0415
+        from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+
+        self._serial += 1
+        params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
+        params.output_kind = RequestOutputKind.DELTA
+        text = [2 + (self._serial + 7 * position) % (vocab - 2) for position in range(prompt)]
+        self.llm.llm_engine.add_request(f"bench-{self._serial}", {"prompt_token_ids": text}, params)
+        return f"bench-{self._serial}"
 
     def _ask(self, function: Callable[..., Any]) -> Any:
         return self.llm.collective_rpc(function)[0]

@@ -124,6 +124,44 @@ def _median(rounds: list[list[float]]) -> float:
     return statistics.median(statistics.mean(one) for one in rounds)
 
 
+def requests_per_second(rounds: Sequence[dict[str, Any]]) -> float:
+    """Requests answered a second, over all rounds."""
+    return sum(len(one["requests"]) for one in rounds) / float(sum(one["seconds"] for one in rounds))
+
+
+def load_row(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of an engine under a load.
+
+    Args:
+        rounds: what `mjolnir.bench.gpu.child.Service.serve` returned, a round each.
+    """
+    requests = [request for one in rounds for request in one["requests"]]
+    gaps = sorted(gap for one in rounds for gap in one["gaps_ms"])
+    first = sorted(1e3 * (first - arrival) for arrival, first, _, _ in requests)
+    speeds = [sum(tokens for *_, tokens in one["requests"]) / one["seconds"] for one in rounds]
+    stayed = sum(last - arrival for arrival, _, last, _ in requests)
+    return {
+        "requests": len(requests),
+        "output_tokens_per_s": round(statistics.mean(speeds), 1),
+        "rounds_tokens_per_s": [round(speed, 1) for speed in speeds],
+        "itl_ms_p50": _quantile(gaps, 0.5),
+        "itl_ms_p99": _quantile(gaps, 0.99),
+        "ttft_ms_p50": _quantile(first, 0.5),
+        "ttft_ms_p99": _quantile(first, 0.99),
+        "in_flight": round(stayed / sum(one["seconds"] for one in rounds), 2),
+    }
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float | None:
+    return round(ordered[int(share * (len(ordered) - 1))], 2) if ordered else None
+
+
+def brief_load(row: dict[str, Any]) -> str:
+    """One line of a load."""
+    keys = ("requests", "output_tokens_per_s", "itl_ms_p50", "itl_ms_p99", "ttft_ms_p50", "ttft_ms_p99", "in_flight")
+    return ", ".join([*(f"{key} {row[key]}" for key in keys), f"steps {row['steps']}"])
+
+
 def brief(row: dict[str, Any]) -> str:
     """One line of an agreement row."""
     keys = (
@@ -173,7 +211,11 @@ def _gpu() -> str:
 
 
 def failed(rows: list[dict[str, Any]], failures: list[dict[str, str]]) -> bool:
-    """Whether something is wrong: an engine that failed, an answer that is far off, T5 that did not run or compiled."""
+    """Whether something is wrong.
+
+    That is an engine that failed, an answer that is far off, T5 that did not run or compiled, mixed steps that were
+    split where they should not be or not where they should.
+    """
     ours = [row for row in rows if row["kind"] == "agreement" and row["engine"].startswith(OURS)]
     wrong = [
         row
@@ -183,4 +225,7 @@ def failed(rows: list[dict[str, Any]], failures: list[dict[str, str]]) -> bool:
         or row["sync_count"]
         or not any(name.startswith("t5:") for name in row["steps"])
     ]
+    loads = [row for row in rows if row["kind"] == "load"]
+    wrong += [row for row in loads if ("split" in row["engine"]) is not ("t5:split" in row["steps"])]
+    wrong += [row for row in loads if row["kernels_compiled"]]
     return bool(failures or wrong)

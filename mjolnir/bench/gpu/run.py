@@ -5,136 +5,23 @@ a time, in turns, so that a drift of the machine meets all of them alike. An eng
 first cause, and the rest goes on.
 """
 
-import abc
 import argparse
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mjolnir.bench.gpu import report, tables
-from mjolnir.bench.gpu.cases import (
-    SHAPES,
-    Engine,
-    agreement_engines,
-    cells,
-    prompts,
-    speed_engines,
-    write_model,
-    write_scales,
-)
-from mjolnir.bench.gpu.process import EngineFailedError, EngineProcess
+from mjolnir.bench.gpu.cases import SHAPES, agreement_engines, cells, prompts, speed_engines
+from mjolnir.bench.gpu.groups import Group, Run
+from mjolnir.bench.gpu.mixed import Mixed
+from mjolnir.bench.gpu.process import EngineFailedError
 
 WARM, STEPS = 4, 28
 ENOUGH = 45  # seconds, to begin with a group
 ROUNDS = {"T5": 3, "FLASH_ATTN": 3}  # others: 2
-
-
-class Run:
-    """One run: where it writes, what it has found, and how long it may still take."""
-
-    def __init__(self, out: Path, device: str, seconds: float, folder: Path) -> None:
-        self.out = out
-        self.device = device
-        self.folder = folder
-        self.began = time.monotonic()
-        self.end = self.began + seconds
-        self.rows: list[dict[str, Any]] = []
-        self.failures: list[dict[str, str]] = []
-
-    @property
-    def seconds_left(self) -> float:
-        """Until nothing new is begun."""
-        return self.end - time.monotonic()
-
-    def say(self, text: str) -> None:
-        """A line of progress."""
-        sys.stderr.write(f"[{time.monotonic() - self.began:6.1f} s] {text}\n")
-        sys.stderr.flush()
-
-    def record(self, kind: str, **row: Any) -> None:
-        """Keep a row, and write the file anew."""
-        self.rows.append({"kind": kind, **row})
-        report.save(self.out, self.rows, self.failures)
-
-    def fail(self, where: str, error: Exception) -> None:
-        """Keep a failure, and write the file anew."""
-        self.failures.append({"where": where, "cause": str(error)})
-        self.say(f"FAILED {where}: {error}")
-        report.save(self.out, self.rows, self.failures)
-
-    def start(self, engine: Engine) -> EngineProcess:
-        """Begin to start an engine."""
-        shape = SHAPES[engine.shape].small_vocab()
-        model = write_model(shape, engine.layers, self.folder)
-        name = f"{engine.shape}-{engine.name.replace(' ', '-')}-{engine.layers}"
-        environment = {
-            "MJOLNIR_STATS_DIR": str(self.folder / "stats"),
-            "MJOLNIR_ATTN_BANNER": "0",
-            "MJOLNIR_ATTN_KERNEL_CACHE": str(self.folder / "kernels"),
-            # One each: engines that start side by side would write the same files.
-            "VLLM_CACHE_ROOT": str(self.folder / f"cache-{name}"),
-            "TORCHINDUCTOR_COMPILE_THREADS": "4",
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            **engine.environment,
-        }
-        if engine.kv == "fp6_e2m3":
-            environment["MJOLNIR_KV_SCALES"] = str(write_scales(shape, engine.layers, model))
-        options = dict(engine.options)
-        speculative = options.get("speculative_config")
-        if speculative is not None and speculative.get("model") == "MODEL":
-            options["speculative_config"] = {**speculative, "model": str(model)}
-        arguments = replace(engine, options=options).arguments(model, self.device)
-        return EngineProcess(engine.name, arguments, environment, self.out.with_name(f"{self.out.stem}-{name}.log"))
-
-
-class Group(abc.ABC):
-    """Engines of one shape that are asked the same."""
-
-    cache = False  # whether their caches are filled with random values
-
-    def __init__(self, run: Run, shape: str, wanted: Sequence[Engine]) -> None:
-        self.run = run
-        self.shape = shape
-        self.wanted = {engine.name: engine for engine in wanted}
-        self.processes: dict[str, EngineProcess] = {}
-        self.ready: dict[str, EngineProcess] = {}
-
-    def start(self) -> None:
-        """Begin to start all of them, unless that was done."""
-        if not self.processes:
-            self.processes = {name: self.run.start(engine) for name, engine in self.wanted.items()}
-
-    def wait(self) -> None:
-        """Wait for all of them; those that fail are recorded."""
-        for name, process in self.processes.items():
-            where = f"{self.shape}: {name}"
-            try:
-                process.wait_until_started(max(20.0, min(240.0, self.run.seconds_left)))
-                facts = process.ask("prepare", cache=self.cache)
-                layers = self.wanted[name].layers
-                self.run.record("engine", shape=self.shape, layers=layers, engine=name, **facts)
-                self.run.say(f"{where}: ready after {facts['start_seconds']} s")
-                self.ready[name] = process
-            except EngineFailedError as error:
-                self.run.fail(where, error)
-                process.stop()
-
-    def stop(self) -> None:
-        """End all of them."""
-        for process in self.processes.values():
-            process.stop()
-
-    @abc.abstractmethod
-    def measure(self) -> None:
-        """Ask them."""
 
 
 class Agreement(Group):
@@ -237,12 +124,12 @@ class Speed(Group):
         return times
 
 
-def run_groups(run: Run, agreements: Sequence[Group], speeds: Sequence[Group], ahead: int) -> None:
+def run_groups(run: Run, agreements: Sequence[Group], timed: Sequence[Group], ahead: int) -> None:
     """All groups in order; what is not timed starts at once, and ``ahead`` of those that are timed with it."""
-    groups = [*agreements, *speeds]
+    groups = [*agreements, *timed]
     try:
         if run.seconds_left > ENOUGH:
-            for group in (*agreements, *speeds[:ahead]):
+            for group in (*agreements, *timed[:ahead]):
                 group.start()
         for group in groups:
             if run.seconds_left < ENOUGH:
@@ -274,12 +161,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--agree", nargs="*", default=[], metavar="SHAPE:LAYERS:CONTEXT", help="compare the answers")
     parser.add_argument("--agree-few", nargs="*", default=[], metavar="SHAPE:LAYERS:CONTEXT", help="of T5 alone")
     parser.add_argument("--speed", nargs="*", default=[], metavar="SHAPE:LAYERS:TOKENS", help="time decode steps")
-    parser.add_argument("--ahead", type=int, default=1, help="groups of --speed whose engines start at once")
+    parser.add_argument(
+        "--mixed", nargs="*", default=[], metavar="SHAPE:LAYERS:TOKENS", help="split mixed steps or not"
+    )
+    parser.add_argument("--load", type=float, default=0.75, help="of --mixed: share of what the engine can do at most")
+    parser.add_argument("--load-seconds", type=float, default=8, help="of --mixed: for how long requests arrive")
+    parser.add_argument("--ahead", type=int, default=1, help="groups that are timed whose engines start at once")
     parser.add_argument("--fp6", action="store_true", help="time T5 over fp6_e2m3 too")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 4, 16, 64])
     parser.add_argument("--contexts", type=int, nargs="*", default=[1024, 8192, 32768, 131072])
     options = parser.parse_args(arguments)
-    kinds = ("agree", "agree_few", "speed")
+    kinds = ("agree", "agree_few", "mixed", "speed")
     wanted = {kind: [_numbers(parser, text) for text in getattr(options, kind)] for kind in kinds}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -287,11 +179,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = Run(options.out, options.device, options.seconds, Path(folder))
         agreements = [Agreement(run, *numbers, few=False) for numbers in wanted["agree"]]
         agreements += [Agreement(run, *numbers, few=True) for numbers in wanted["agree_few"]]
-        speeds = [
+        timed: list[Group] = [Mixed(run, *numbers, options.load, options.load_seconds) for numbers in wanted["mixed"]]
+        timed += [
             Speed(run, shape, layers, options.streams, options.contexts, tokens, options.fp6)
             for shape, layers, tokens in wanted["speed"]
         ]
-        run_groups(run, agreements, speeds, options.ahead)
+        run_groups(run, agreements, timed, options.ahead)
     sys.stdout.write(tables.render(run.rows, run.failures))
     raise SystemExit(1 if report.failed(run.rows, run.failures) else 0)
 

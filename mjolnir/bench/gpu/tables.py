@@ -26,12 +26,28 @@ AGREEMENT = {
     "sync_count": "syncs",
     "extra": "",
 }
+LOAD = {
+    "shape": "shape",
+    "layers": "layers",
+    "load": "load",
+    "rate": "requests/s",
+    "engine": "engine",
+    "requests": "requests",
+    "output_tokens_per_s": "output tokens/s",
+    "rounds_tokens_per_s": "by round",
+    "itl_ms_p50": "between tokens, ms: p50",
+    "itl_ms_p99": "p99",
+    "ttft_ms_p50": "first token, ms: p50",
+    "ttft_ms_p99": "p99 of it",
+    "in_flight": "in flight",
+    "ran": "steps",
+}
 NEAR = 0.98  # a ratio from which on T5 counts as level
 
 
 def render(rows: Sequence[dict[str, Any]], failures: Sequence[dict[str, str]]) -> str:
     """Everything: engines, agreement, times as ratios, failures."""
-    lines = [*_engines(rows), *_agreement(rows)]
+    lines = [*_engines(rows), *_agreement(rows), *_loads(rows)]
     for shape in dict.fromkeys(row["shape"] for row in rows if row["kind"] == "speed"):
         lines += _speed(shape, [row for row in rows if row["kind"] == "speed" and row["shape"] == shape])
     lines += [f"FAILED {failure['where']}: {failure['cause']}" for failure in failures]
@@ -46,6 +62,11 @@ def _engines(rows: Sequence[dict[str, Any]]) -> list[str]:
 def _agreement(rows: Sequence[dict[str, Any]]) -> list[str]:
     found = [row | {"ran": _ran(row["steps"]), "extra": _extra(row)} for row in rows if row["kind"] == "agreement"]
     return _table(tuple(AGREEMENT.values()), [{AGREEMENT[key]: row.get(key) for key in AGREEMENT} for row in found])
+
+
+def _loads(rows: Sequence[dict[str, Any]]) -> list[str]:
+    found = [row | {"ran": _ran(row["steps"])} for row in rows if row["kind"] == "load"]
+    return _table(tuple(LOAD.values()), [{LOAD[key]: row.get(key) for key in LOAD} for row in found])
 
 
 def _ran(steps: dict[str, int]) -> str:
