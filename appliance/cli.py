@@ -195,7 +195,7 @@ def precompile(
     q_len: Annotated[int, typer.Option(help="Most query tokens of a request: 1 + draft tokens.")] = 1,
     max_num_seqs: Annotated[int, typer.Option(help="Most requests of a step, as the engine's.")] = 256,
     dtype: Annotated[str, typer.Option(help="The model's: bf16 or fp16.")] = "bf16",
-    workers: Annotated[int, typer.Option(help="Threads that compile.")] = 2,
+    workers: Annotated[int, typer.Option(help="Processes that compile.")] = 2,
 ) -> None:
     """Compile T5's kernels for a board ahead of time; this machine needs no GPU.
 

@@ -7,7 +7,6 @@ kernel whose output is wrong gets no figure. The ceiling is the time of merely r
 
 import functools
 import math
-import os
 import sys
 import time
 import zlib
@@ -123,7 +122,7 @@ def t5_launch(work: Workload, runner: DecodeRunner) -> Launch:
 
 def compile_ahead(wanted: Iterable[tuple[Cell, "StreamTuning | None"]]) -> None:
     """Compile what cells need, on all cores at once; a tuning overrides a cell's own configuration."""
-    from mjolnir.kernels.stream_runner import process_cache, variants_of  # noqa: PLC0415  (imports Triton)
+    from mjolnir.kernels.stream_runner import compile_for_device, variants_of  # noqa: PLC0415  (imports Triton)
 
     device = torch.device("cuda")
     pool = torch.zeros(1 << 29, dtype=torch.uint8, device=device)
@@ -135,7 +134,7 @@ def compile_ahead(wanted: Iterable[tuple[Cell, "StreamTuning | None"]]) -> None:
             t5_launch(work, runner).run(0)
 
         variants += variants_of(cell.config(device), use, tuning=tuning)
-    process_cache().precompile(variants, workers=os.cpu_count() or 1)
+    compile_for_device(variants)
 
 
 def time_kernel(work: Workload, launch: Launch, largest_error: float, timer: Timer = time_launches) -> Measurement:

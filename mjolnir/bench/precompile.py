@@ -21,7 +21,7 @@ def main(
         q_len: most query tokens of a request.
         max_num_seqs: most requests of a step.
         dtype: ``bf16`` or ``fp16``.
-        workers: threads that compile.
+        workers: processes that compile.
 
     Returns:
         How many kernels the directory holds for these models.

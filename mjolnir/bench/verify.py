@@ -7,7 +7,6 @@ past the end of a sequence, gives NaN.
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -266,7 +265,7 @@ def main(kind: str, *, as_json: bool) -> bool:
 
 def _compile_ahead(device: torch.device) -> None:
     """Compile what the cases need, on all cores at once: one after the other takes minutes."""
-    from mjolnir.kernels.stream_runner import StreamRunner, process_cache, variants_of  # noqa: PLC0415  (Triton)
+    from mjolnir.kernels.stream_runner import StreamRunner, compile_for_device, variants_of  # noqa: PLC0415  (Triton)
 
     variants = []
     for case in covering():
@@ -277,7 +276,7 @@ def _compile_ahead(device: torch.device) -> None:
             step.attend(runner, with_lse=True)
 
         variants += variants_of(case.config(device), attend)
-    process_cache().precompile(variants, workers=os.cpu_count() or 1)
+    compile_for_device(variants)
 
 
 def wide_console() -> Console:

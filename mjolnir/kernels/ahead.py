@@ -14,6 +14,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from mjolnir.errors import ConfigurationError
+from mjolnir.kernels.apart import compile_apart
 from mjolnir.kernels.compiler import KernelVariant, build_for
 from mjolnir.kernels.variants import Choice, Strides, decode_variant, merge_variant, shape_of, siblings
 from mjolnir.reference import e2m3
@@ -103,7 +104,7 @@ def build(models: Iterable[Model], arch: int, directory: Path, *, workers: int =
         models: for which.
         arch: compute capability, as 110.
         directory: what ``MJOLNIR_ATTN_KERNEL_CACHE`` is to name on the machine that runs them.
-        workers: threads that compile.
+        workers: processes that compile, or threads where there is little to do.
 
     Returns:
         How many variants the directory holds for them.
@@ -112,7 +113,9 @@ def build(models: Iterable[Model], arch: int, directory: Path, *, workers: int =
         ConfigurationError: a shape that T5 does not take, or the directory can't be written.
     """
     variants = [variant for model in models for variant in variants_of(model, arch)]
-    build_for(variants, GPUTarget("cuda", arch, 32), directory, workers=workers)
+    target = GPUTarget("cuda", arch, 32)
+    compile_apart(variants, directory, target, processes=workers)
+    build_for(variants, target, directory, workers=workers)
     return len(variants)
 
 

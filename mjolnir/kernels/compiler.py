@@ -11,16 +11,14 @@ nothing is derived from the values of the arguments, and after `KernelCache.prec
 
 import contextlib
 import hashlib
-import json
-import logging
-import shutil
+import pkgutil
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +32,8 @@ from triton.runtime.driver import driver
 
 import mjolnir
 from mjolnir.errors import ConfigurationError, KernelMissingError
+from mjolnir.kernels.directory import KernelDirectory
 
-logger = logging.getLogger("vllm.mjolnir")
-
-MANIFEST = "manifest"  # of an entry: a SHA-256 for each of its other files; without ".json", which Triton looks for
 KEPT = (".cubin", ".json", ".ptx")  # of what a compilation leaves behind; the rest is ten times as large
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
@@ -112,6 +108,11 @@ class KernelVariant:
         for name, value in self.constants:
             _text(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python can't pickle a jitted function: it takes it for an impostor of the plain one of its name.
+        named = f"{self.kernel.__module__}:{self.kernel.__name__}"
+        return _unpickled, (named, *(getattr(self, field.name) for field in fields(self)[1:]))
+
     @property
     def options(self) -> dict[str, Any]:
         """Triton's compilation options."""
@@ -149,6 +150,10 @@ class KernelVariant:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
+def _unpickled(named: str, *rest: Any) -> KernelVariant:
+    return KernelVariant(pkgutil.resolve_name(named), *rest)
+
+
 class KernelCache:
     """The compiled variants of a process, backed by a directory; safe to use from several threads.
 
@@ -163,7 +168,7 @@ class KernelCache:
     """
 
     def __init__(self, directory: Path | None) -> None:
-        self.store = _Store(directory)
+        self.store = KernelDirectory(directory)
         self.loads = 0
         self.compiles = 0
         self.compile_seconds = 0.0
@@ -288,82 +293,6 @@ def launch(kernel: CompiledKernel, grid: Sequence[int], arguments: Sequence[Any]
     run(x, y, z, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *places)
 
 
-class _Store:
-    """Compiled kernels in a directory: ``<directory>/<key>/``. Never fails: warns once, and then keeps nothing.
-
-    Attributes:
-        usable: a directory is given, and nothing went wrong with it.
-    """
-
-    def __init__(self, directory: Path | None) -> None:
-        self.directory = directory
-        self.usable = directory is not None
-
-    def load(self, key: str, source: ASTSource) -> CompiledKernel | None:
-        """The kernel of an entry; None where there is none, or not as it was written."""
-        if self.directory is None:
-            return None
-        entry = self.directory / key
-        try:
-            if not (entry / MANIFEST).exists():
-                return None
-            return CompiledKernel(source, _verified(entry), key)
-        except Exception as error:  # whatever stands there, a kernel can be compiled instead
-            logger.warning("Mjolnir: kernel cache entry %s is unreadable (%s); compiling it again", entry, error)
-            return None
-
-    def save(self, key: str, kernel: CompiledKernel) -> None:
-        """Keep a kernel; readers see all of an entry or nothing."""
-        if self.directory is None or not self.usable:
-            return
-        staging = None
-        try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            staging = Path(tempfile.mkdtemp(prefix=".new-", dir=self.directory))
-            digests = {}
-            for name, path in kernel.metadata_group.items():
-                content = Path(path).read_bytes()
-                digests[name] = _digest(content)
-                (staging / name).write_bytes(content)
-            (staging / MANIFEST).write_text(json.dumps(digests, indent=1))
-            _publish(staging, self.directory / key)
-        except OSError as error:
-            self.usable = False
-            logger.warning(
-                "Mjolnir: kernel cache %s can't be written (%s); kernels are compiled at every start",
-                self.directory,
-                error,
-            )
-        finally:
-            if staging is not None:
-                shutil.rmtree(staging, ignore_errors=True)
-
-
-def _verified(entry: Path) -> dict[str, str]:
-    """Name and path of an entry's files; raises something where they are not what was written."""
-    digests = json.loads((entry / MANIFEST).read_text())
-    if not {".cubin", ".json"} <= {Path(name).suffix for name in digests}:
-        raise ValueError(f"{MANIFEST} is not what was written")
-    for name, digest in digests.items():
-        if _digest((entry / name).read_bytes()) != digest:
-            raise ValueError(f"{name} is not what was written")
-    return {name: str(entry / name) for name in digests}
-
-
-def _publish(staging: Path, entry: Path) -> None:
-    try:
-        staging.rename(entry)
-    except OSError:
-        with contextlib.suppress(Exception):
-            _verified(entry)
-            return  # another process was faster
-        if entry.is_dir():  # corrupt
-            shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)
-        staging.rename(entry)
-
-
 def _compile(variant: KernelVariant, target: Any) -> CompiledKernel:
     """Compile; of the intermediate forms only `KEPT` stays in memory, as after loading."""
     kernel = triton.compile(variant.source, target=target, options=variant.options)
@@ -390,10 +319,6 @@ def _text(name: str, value: Any) -> str:
     if " at 0x" in text:
         raise ConfigurationError(f"constant {name}={text}: accepted: a value whose repr tells all of it")
     return f"{name}={text}"
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def _hook(chain: Any) -> Any:

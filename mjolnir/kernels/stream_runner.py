@@ -1,14 +1,16 @@
 """T5 on CUDA devices: buffers and launches. See `mjolnir.runner.DecodeRunner` for the interface."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton.runtime.driver import driver
 
 from mjolnir.env import BackendSettings
 from mjolnir.errors import ConfigurationError
+from mjolnir.kernels.apart import compile_apart
 from mjolnir.kernels.compiler import KernelCache, KernelVariant
 from mjolnir.kernels.compiler import launch as launch_compiled
 from mjolnir.kernels.tuning import StreamTuning
@@ -234,6 +236,13 @@ def variants_of(
 def process_cache() -> KernelCache:
     """The kernel cache of this process, in the directory that the environment names."""
     return KernelCache(BackendSettings.from_env().kernel_cache_directory)
+
+
+def compile_for_device(variants: Sequence[KernelVariant]) -> None:
+    """Compile or load many variants into the process's cache, on all cores."""
+    cache = process_cache()
+    compile_apart(variants, cache.store.directory, driver.active.get_current_target())
+    cache.precompile(variants, workers=WORKERS)
 
 
 def _aligned_like(tensor: torch.Tensor) -> torch.Tensor:
