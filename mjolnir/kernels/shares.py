@@ -212,11 +212,12 @@ def finish(
     OUT_TOKEN_STRIDE: gl.constexpr, OUT_HEAD_STRIDE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     Q_LEN: gl.constexpr, ROWS: gl.constexpr, Q_TILES: gl.constexpr, D: gl.constexpr, CHANNEL_SCALES: gl.constexpr,
     WRITE_LSE: gl.constexpr, MERGE_HERE: gl.constexpr, PIECES: gl.constexpr, AT_ONCE: gl.constexpr,
-    OUTPUT: gl.constexpr, MERGED: gl.constexpr,
+    OUTPUT: gl.constexpr, MERGED: gl.constexpr, USED_ONLY: gl.constexpr,
 ):  # fmt: skip
     """Write a pair's output, or a piece of it; with MERGE_HERE, merge the pieces where this is the last.
 
-    ``o`` (ROWS, D) is divided by ``sums`` (ROWS,) already; ``best`` (ROWS,) are the maxima, in log2 units.
+    ``o`` (ROWS, D) is divided by ``sums`` (ROWS,) already; ``best`` (ROWS,) are the maxima, in log2 units. With
+    USED_ONLY a piece leaves out rows that only fill up a product's height, and which nobody reads.
     """
     row_o = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUTPUT))
     channel_o = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUT)), 0)
@@ -237,8 +238,9 @@ def finish(
     else:
         # A stretch has at most two unfinished ends: where it enters a pair, and where it leaves one.
         slot = (2 * gl.program_id(0) + gl.where(tile == 0, 1, 0)).to(gl.int64)
-        # Rows that only fill up a product's height are nobody's: half of what is written, at 4 rows in 8.
-        used = q_tile * ROWS + row_o < Q_LEN * GROUP
+        used = row_o >= 0
+        if USED_ONLY:
+            used = q_tile * ROWS + row_o < Q_LEN * GROUP
         gl.store(PART_ML + slot * (2 * ROWS) + row_o, best, mask=used)
         gl.store(PART_ML + slot * (2 * ROWS) + ROWS + row_o, sums, mask=used)
         part_at = PART_O + gl.expand_dims(slot * (ROWS * D) + row_o * D, 1) + channel_o

@@ -105,6 +105,8 @@ def stream_kernel(
     TILE: gl.constexpr = GROUPS * T
     Q_TILES: gl.constexpr = (Q_LEN * GROUP + ROWS - 1) // ROWS
     PAIRS: gl.constexpr = KV_HEADS * Q_TILES
+    # Where fewer rows are left out, the registers that it takes cost more: some variants would spill in the loop.
+    MOSTLY_FILL: gl.constexpr = 2 * Q_LEN * GROUP <= ROWS * Q_TILES
     QUERY: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
     UNIT: gl.constexpr = PACKED_FACTOR if PACKED else 1.0  # of K's and V's codes
     if PDL:
@@ -215,7 +217,7 @@ def stream_kernel(
         finish(
             o, best, sum_, OUT, LSE, PART_O, PART_ML, ARRIVED, V_SCALE, v_scale, tile, tile_end, seq_tiles, pair_begin,
             line, sharing, seq, pair, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE, KV_HEADS, GROUP, Q_LEN, ROWS, Q_TILES, D,
-            CHANNEL_SCALES, WRITE_LSE, MERGE_HERE, PIECES, AT_ONCE, OUTPUT, MERGED,
+            CHANNEL_SCALES, WRITE_LSE, MERGE_HERE, PIECES, AT_ONCE, OUTPUT, MERGED, MOSTLY_FILL,
         )  # fmt: skip
         place = pair_begin + tile_end
         if place == ahead + seq_tiles * PAIRS:

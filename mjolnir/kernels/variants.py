@@ -195,7 +195,7 @@ def merge_variant(shape: Shape, choice: Choice) -> KernelVariant:
         "CHUNK": shape.merged_at_once,
         # Each warp sums its own channels of all pieces: nothing is added across warps.
         "PARTS": gl.BlockedLayout([1, 8], [32 // across, across], [1, MERGE_WARPS], [1, 0]),
-        "SEQS": _seqs_layout(shape.config, MERGE_WARPS),
+        "SEQS": _seqs_layout(shape.config, MERGE_WARPS, each_warp=True),
     }
     constants = _constants(shape, choice) | own
     names = merge_kernel.arg_names[len(arguments) :]
@@ -219,9 +219,11 @@ def _label(shape: Shape, choice: Choice) -> str:
     )
 
 
-def _seqs_layout(config: RunnerConfig, warps: int) -> gl.BlockedLayout:
-    # Every warp holds up to 256 lengths, all warps the same ones: sums over them need no shared memory and no barrier.
-    return gl.BlockedLayout([min(8, _max_seqs(config) // 32)], [32], [warps], [0])
+def _seqs_layout(config: RunnerConfig, warps: int, *, each_warp: bool) -> gl.BlockedLayout:
+    # ``each_warp``: every warp holds up to 256 lengths, all warps the same ones, so that sums over them need no shared
+    # memory and no barrier; for kernels that can spare the registers.
+    lengths = min(8, _max_seqs(config) // 32) if each_warp else max(1, _max_seqs(config) // (32 * warps))
+    return gl.BlockedLayout([lengths], [32], [warps], [0])
 
 
 def _max_seqs(config: RunnerConfig) -> int:
@@ -258,7 +260,7 @@ def _constants(shape: Shape, choice: Choice) -> dict[str, Any]:
         "PIECES": min(MERGE_HERE_PIECES, max(1, 64 * 32 // (max(1, at_once // warps) * d))),
         "OUTPUT": gl.BlockedLayout([1, 4], [32 // across, across], [warps, 1], [1, 0]),
         "MERGED": gl.BlockedLayout([1, 1, d // 32], [1, 1, 32], [1, warps, 1], [2, 1, 0]),
-        "SEQS": _seqs_layout(config, warps),
+        "SEQS": _seqs_layout(config, warps, each_warp=tuning.kernel == "wgmma"),
     }
 
 

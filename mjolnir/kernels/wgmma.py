@@ -323,7 +323,7 @@ def wgmma_kernel(
         finish(
             o, best, sums, OUT, LSE, PART_O, PART_ML, ARRIVED, V_SCALE, v_scale, tile, tile_end, seq_tiles, pair_begin,
             line, sharing, seq, pair, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE, KV_HEADS, GROUP, Q_LEN, ROWS, Q_TILES, D,
-            False, WRITE_LSE, MERGE_HERE, PIECES, AT_ONCE, OUTPUT, MERGED,
+            False, WRITE_LSE, MERGE_HERE, PIECES, AT_ONCE, OUTPUT, MERGED, True,
         )  # fmt: skip
         place = pair_begin + tile_end
         if place == ahead + seq_tiles * PAIRS:

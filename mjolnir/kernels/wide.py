@@ -93,6 +93,8 @@ def wide_kernel(
     TILE: gl.constexpr = 64
     Q_TILES: gl.constexpr = (Q_LEN * GROUP + ROWS - 1) // ROWS
     PAIRS: gl.constexpr = KV_HEADS * Q_TILES
+    # Where fewer rows are left out, the registers that it takes cost more: some variants would spill in the loop.
+    MOSTLY_FILL: gl.constexpr = 2 * Q_LEN * GROUP <= ROWS * Q_TILES
     if PDL:
         gdc_wait()
     line, sharing, place, end, seq, ahead = find_stretch(
@@ -222,7 +224,7 @@ def wide_kernel(
         finish(
             o, best, sums, OUT, LSE, PART_O, PART_ML, ARRIVED, V_SCALE, v_scale, tile, tile_end, seq_tiles, pair_begin,
             line, sharing, seq, pair, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE, KV_HEADS, GROUP, Q_LEN, ROWS, Q_TILES, D,
-            False, WRITE_LSE, MERGE_HERE, PIECES, AT_ONCE, OUTPUT, MERGED,
+            False, WRITE_LSE, MERGE_HERE, PIECES, AT_ONCE, OUTPUT, MERGED, MOSTLY_FILL,
         )  # fmt: skip
         place = pair_begin + tile_end
         if place == ahead + seq_tiles * PAIRS:

@@ -30,14 +30,26 @@ WORKERS = 2
 # Bytes that a thread spills, at most; a variant that is not here spills none. They have 255 registers already,
 # or 168, their cap; most are merging: what the merge needs is kept beside the loop's sums.
 SPILLED = {
-    (90, "24:4 d 256 e2m3, page 128, q_len 1, merging"): 16,
-    (90, "24:4 d 256 fp8, page 16, q_len 4"): 40,
-    (90, "24:4 d 256 fp8, page 16, q_len 4, merging"): 48,
+    (90, "24:4 d 256 e2m3, page 128, q_len 1, merging"): 8,
+    (90, "24:4 d 256 fp8, page 128, q_len 4"): 40,
+    (90, "24:4 d 256 fp8, page 128, q_len 4, merging"): 24,
+    (90, "24:4 d 256 fp8, page 16, q_len 2, merging"): 16,
+    (90, "24:4 d 256 fp8, page 16, q_len 4"): 32,
+    (90, "24:4 d 256 fp8, page 16, q_len 4, merging"): 40,
+    (90, "32:8 d 128 fp8, page 128, q_len 4"): 8,
+    (90, "32:8 d 128 fp8, page 16, q_len 4, merging"): 24,
+    (90, "64:8 d 128 fp8, page 128, q_len 4"): 8,
+    (90, "64:8 d 128 fp8, page 128, q_len 4, merging"): 24,
+    (90, "64:8 d 128 fp8, page 16, q_len 2, merging"): 24,
     (90, "64:8 d 128 fp8, page 16, q_len 4"): 16,
+    (90, "64:8 d 128 fp8, page 16, q_len 4, merging"): 16,
+    (90, "9:3 d 64 fp8, page 16, q_len 1, merging"): 16,
     (110, "24:4 d 256 e2m3, page 128, q_len 1, merging"): 16,
     (110, "24:4 d 256 e2m3, page 16, q_len 1, merging"): 16,
+    (110, "24:4 d 256 fp8, page 128, q_len 1"): 8,
     (110, "24:4 d 256 fp8, page 128, q_len 1, merging"): 8,
     (110, "24:4 d 256 fp8, page 16, q_len 1"): 8,
+    (110, "24:4 d 256 fp8, page 16, q_len 1, merging"): 8,
 }
 # Local loads and stores in the loop.
 SPILLED_IN_LOOP: dict[tuple[int, str], int] = {}
@@ -80,7 +92,7 @@ def test_every_variant_is_shipped_once_under_a_label_of_its_own(arch: int) -> No
     assert len({each.variant.label for each in found}) == len(found)
     assert len({each.variant.key(target) for each in found}) == len(found)
     kernels = {each.variant.kernel.__name__ for each in found}
-    decode = {"stream_kernel", "wide_kernel", "wgmma_kernel"} if arch == 90 else {"stream_kernel", "wide_kernel"}
+    decode = {"stream_kernel", "wgmma_kernel"} if arch == 90 else {"stream_kernel", "wide_kernel"}
     assert kernels == decode | {"merge_kernel", "write_kernel", "expand_kernel"}
     assert {each.shape.tuning for each in found if each.shape} == {
         each.shape.tuning for each in variants_for(arch) if each.shape
@@ -136,7 +148,8 @@ class TestMachineCode:
             assert loop["LDGSTS"] == 2 * tokens * d // (found.threads * 16), label  # K and V
             assert loop["LDSM"] == tokens * d // (found.threads * 16), label  # V, transposed on the way
             assert loop["PRMT"] == tokens * d // (found.threads * 4), label  # one for two tokens of two channels
-            assert loop["F2FP"] == tokens * d // (found.threads * 2) + tokens * shape.rows // (found.threads * 2), label
+            weights = tokens * shape.rows // (found.threads * 2)  # once more where a new maximum is needed
+            assert loop["F2FP"] == tokens * d // (found.threads * 2) + 2 * weights, label
 
     def test_stream_kernel_loads_16_bytes_at_a_time_and_nothing_from_shared_memory(self, arch: int) -> None:
         for label, (shape, found) in decode_kernels(arch).items():
