@@ -65,11 +65,13 @@ class Host:
             port = free.getsockname()[1]
         (folder / ".env").write_text(f"MJOLNIR_PORT={port}\nMODELS_DIR=./models\nCACHE_DIR=./cache\n")
 
-    def run(self, command: str, *words: str, kill: tuple[int, str] | None = None) -> tuple[int, str, str]:
+    def run(
+        self, command: str, *words: str, kill: tuple[int, str] | None = None, deadline: int = 60
+    ) -> tuple[int, str, str]:
         program = [str(HERE / "killed_at.py"), str(kill[0]), kill[1]] if kill else ["-m", "appliance.cli"]
         options = ["--name", NAME, "--env-file", str(self.folder / ".env"), "--state-dir", str(self.folder / "state")]
         if command != "down":
-            options += ["--deadline", "4"]
+            options += ["--deadline", str(deadline)]
         done = subprocess.run(
             [sys.executable, *program, command, *options, "--json", *words],
             capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -102,9 +104,9 @@ def test_good_broken_and_back(host, images):
     code, out, err = host.run("upgrade", images["2"])
     assert (code, json.loads(out or "{}").get("done")) == (0, "upgrade"), err
     assert host.shown() == {NAME: ("2", "running"), f"{NAME}-previous": ("1", "exited")}
-    code, _, err = host.run("upgrade", images["broken"])
+    code, _, err = host.run("upgrade", images["broken"], deadline=8)
     assert code == 1
-    assert "did not take over: not ready within 4 s" in err
+    assert "did not take over: not ready within 8 s" in err
     assert err.count("\n") == 1
     assert host.shown() == {NAME: ("2", "running"), f"{NAME}-previous": ("1", "exited")}
     assert b"listening, 503" in (host.folder / "state" / f"{NAME}-failed.log").read_bytes()

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tests.kernels import gluon_ops
 from tests.kernels.gluon_emulator import emulate
 
 LINE = gl.BlockedLayout([1], [32], [4], [0])
@@ -176,7 +177,7 @@ def e4m3x4_to_f16(word: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_inline_asm_runs_the_registered_function(monkeypatch) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     out = torch.zeros(256, dtype=torch.float16)
-    monkeypatch.setattr(emulate, "asm", {})
+    monkeypatch.setattr(gluon_ops, "ASM", {})
     with pytest.raises(NotImplementedError, match=r"no emulate.register_asm for: \{.reg .b32 a,b;"):
         emulate(widen, (1,), codes.view(torch.int32), out, words=64, layout=LINE)
     emulate.register_asm(FROM_E4M3, e4m3x4_to_f16)
